@@ -1,3 +1,4 @@
+-- luacheck: no max line length
 --- The Cloud TPU API, version v2alpha1, as data: every message with its fields, every method with its HTTP form.
 --
 -- Source: the client that Google Cloud SDK 578.0.0 carries for this version, which Google generates from the API's
