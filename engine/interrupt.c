@@ -1,0 +1,332 @@
+/*
+ * interrupt.c - see interrupt.h.
+ *
+ * Facts this rests on (Lua 5.4, libuv 1.44): a hook belongs to one lua_State, so the scheduler tells which state is
+ * running (engine.set_running); lua_sethook may be called from a signal handler; a C function cannot be interrupted;
+ * threads of libuv's pool block no signals, so a handler that runs elsewhere forwards to the main thread.
+ */
+#include "interrupt.h"
+#include "callback.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+  CIR_LONG_TURN_MS = 100,    /* a turn longer than this is reported */
+  CIR_UNANSWERED_MS = 200,   /* a SIGINT not taken by the loop within this raises in the running code */
+  CIR_LEAVE_MS = 2000,       /* a second SIGINT not taken within this ends the process */
+  CIR_WATCH_MS = 50,         /* how often the watchdog looks */
+  CIR_MAX_SIGNAL = 32,
+  CIR_TRACE_ROOM = 8192
+};
+
+/* The signal by which the watchdog reaches the main thread. Real-time signals are free: libuv and Lua use none. */
+#define WATCH_SIGNAL (SIGRTMIN + 3)
+
+static struct {
+  cir_runtime *rt;
+  uv_async_t async;
+  pthread_t main_thread;
+  pthread_t watchdog;
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+  bool started;
+  bool ending;                           /* guarded by lock */
+  _Atomic(lua_State *) running;          /* the state that executes now; NULL: the main state */
+  _Atomic int64_t turn_started;          /* ms of the monotonic clock, 0 between turns */
+  _Atomic int64_t interrupted_at;        /* ms of the first SIGINT that the loop has not taken, else 0 */
+  _Atomic int64_t again_at;              /* ms of the second one, else 0 */
+  _Atomic bool raise;                    /* the hook shall raise "interrupted" */
+  _Atomic bool trace;                    /* the hook shall write down a traceback */
+  volatile sig_atomic_t pending[CIR_MAX_SIGNAL];
+  bool caught[CIR_MAX_SIGNAL];
+  int depth;                             /* nesting of turns */
+  bool traced;                           /* this turn's traceback is in trace_text */
+  char trace_text[CIR_TRACE_ROOM];
+  int signal_ref, blocked_ref, fatal_ref;
+  struct termios terminal;
+  bool have_terminal;
+} I = {.lock = PTHREAD_MUTEX_INITIALIZER,
+       .wake = PTHREAD_COND_INITIALIZER,
+       .signal_ref = LUA_NOREF,
+       .blocked_ref = LUA_NOREF,
+       .fatal_ref = LUA_NOREF};
+
+static const struct {
+  const char *name;
+  int number;
+} SIGNALS[] = {{"SIGINT", SIGINT},   {"SIGTERM", SIGTERM}, {"SIGHUP", SIGHUP},
+               {"SIGQUIT", SIGQUIT}, {"SIGUSR1", SIGUSR1}, {"SIGUSR2", SIGUSR2}};
+
+static int64_t now_ms(void) {
+  struct timespec ts;
+  clock_gettime(CLOCK_MONOTONIC, &ts);
+  return (int64_t)ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
+}
+
+/* Runs inside the Lua code that is executing. May throw: that is its purpose when I.raise is set. */
+static void hook(lua_State *L, lua_Debug *ar) {
+  (void)ar;
+  lua_sethook(L, NULL, 0, 0);
+  if (atomic_exchange(&I.trace, false) && !I.traced) {
+    luaL_traceback(L, L, NULL, 0);
+    const char *text = lua_tostring(L, -1);
+    size_t length = strlen(text);
+    if (length >= sizeof I.trace_text)
+      length = sizeof I.trace_text - 1;
+    memcpy(I.trace_text, text, length);
+    I.trace_text[length] = '\0';
+    I.traced = true;
+    lua_pop(L, 1);
+  }
+  if (atomic_exchange(&I.raise, false)) {
+    cir_push_error(L, "interrupted", "interrupted");
+    luaL_traceback(L, L, NULL, 0);
+    lua_setfield(L, -2, "traceback");
+    lua_error(L);
+  }
+}
+
+/* On the main thread, at the watchdog's request: make the running state call the hook at its next instruction. */
+static void on_watch_signal(int number) {
+  (void)number;
+  if (atomic_load(&I.turn_started) == 0)
+    return;
+  lua_State *L = atomic_load(&I.running);
+  if (L == NULL)
+    L = cir_main_state(I.rt);
+  lua_sethook(L, hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+}
+
+static void on_signal(int number) {
+  int saved = errno;
+  if (!pthread_equal(pthread_self(), I.main_thread)) {
+    pthread_kill(I.main_thread, number);
+    errno = saved;
+    return;
+  }
+  if (I.pending[number] < 1000)
+    I.pending[number]++;
+  if (number == SIGINT) {
+    int64_t zero = 0;
+    if (!atomic_compare_exchange_strong(&I.interrupted_at, &zero, now_ms())) {
+      zero = 0;
+      atomic_compare_exchange_strong(&I.again_at, &zero, now_ms());
+    }
+  }
+  uv_async_send(&I.async);
+  errno = saved;
+}
+
+static void *watch(void *unused) {
+  (void)unused;
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, NULL);
+  int64_t reported = 0, raised = 0;
+  pthread_mutex_lock(&I.lock);
+  while (!I.ending) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += CIR_WATCH_MS * 1000000L;
+    if (until.tv_nsec >= 1000000000L) {
+      until.tv_sec++;
+      until.tv_nsec -= 1000000000L;
+    }
+    pthread_cond_timedwait(&I.wake, &I.lock, &until);
+    int64_t now = now_ms();
+    int64_t turn = atomic_load(&I.turn_started);
+    int64_t first = atomic_load(&I.interrupted_at), second = atomic_load(&I.again_at);
+    if (second != 0 && now - second > CIR_LEAVE_MS) {
+      if (I.have_terminal)
+        tcsetattr(STDIN_FILENO, TCSANOW, &I.terminal);
+      _exit(130);
+    }
+    bool knock = false;
+    if (turn != 0 && turn != reported && now - turn > CIR_LONG_TURN_MS) {
+      reported = turn;
+      atomic_store(&I.trace, true);
+      knock = true;
+    }
+    if (turn != 0 && first != 0 && first != raised && now - first > CIR_UNANSWERED_MS) {
+      raised = first;
+      atomic_store(&I.raise, true);
+      knock = true;
+    }
+    if (knock)
+      pthread_kill(I.main_thread, WATCH_SIGNAL);
+  }
+  pthread_mutex_unlock(&I.lock);
+  return NULL;
+}
+
+/* On the loop: tell Lua of each signal that has come since. */
+static void on_async(uv_async_t *async) {
+  (void)async;
+  lua_State *L = cir_main_state(I.rt);
+  atomic_store(&I.interrupted_at, 0);
+  atomic_store(&I.again_at, 0);
+  atomic_store(&I.raise, false);
+  for (size_t i = 0; i < sizeof SIGNALS / sizeof SIGNALS[0]; i++) {
+    int number = SIGNALS[i].number;
+    while (I.pending[number] > 0) {
+      I.pending[number]--;
+      lua_pushstring(L, SIGNALS[i].name);
+      lua_pushinteger(L, number);
+      cir_callback_call(I.rt, I.signal_ref, 2);
+    }
+  }
+}
+
+void cir_turn_begin(cir_runtime *rt) {
+  (void)rt;
+  if (I.depth++ == 0)
+    atomic_store(&I.turn_started, now_ms());
+}
+
+void cir_turn_end(cir_runtime *rt, lua_State *L) {
+  if (--I.depth > 0)
+    return;
+  int64_t started = atomic_exchange(&I.turn_started, 0);
+  if (!I.traced)
+    return;
+  I.traced = false;
+  if (I.blocked_ref == LUA_NOREF)
+    return;
+  lua_State *main = cir_main_state(rt);
+  (void)L;
+  lua_pushstring(main, I.trace_text);
+  lua_pushnumber(main, (lua_Number)(now_ms() - started) / 1000.0);
+  cir_callback_call(rt, I.blocked_ref, 2);
+}
+
+int cir_interrupt_start(cir_runtime *rt) {
+  I.rt = rt;
+  I.main_thread = pthread_self();
+  I.have_terminal = tcgetattr(STDIN_FILENO, &I.terminal) == 0;
+  int status = uv_async_init(cir_loop(rt), &I.async, on_async);
+  if (status < 0)
+    return status;
+  I.async.data = NULL;
+  uv_unref((uv_handle_t *)&I.async);
+  struct sigaction action;
+  memset(&action, 0, sizeof action);
+  action.sa_handler = on_watch_signal;
+  action.sa_flags = SA_RESTART;
+  sigaction(WATCH_SIGNAL, &action, NULL);
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &action, NULL);
+  status = pthread_create(&I.watchdog, NULL, watch, NULL);
+  I.started = status == 0;
+  return -status;
+}
+
+void cir_interrupt_stop(cir_runtime *rt) {
+  struct sigaction action;
+  memset(&action, 0, sizeof action);
+  action.sa_handler = SIG_DFL;
+  for (int number = 1; number < CIR_MAX_SIGNAL; number++)
+    if (I.caught[number])
+      sigaction(number, &action, NULL);
+  if (I.started) {
+    pthread_mutex_lock(&I.lock);
+    I.ending = true;
+    pthread_cond_signal(&I.wake);
+    pthread_mutex_unlock(&I.lock);
+    pthread_join(I.watchdog, NULL);
+    uv_close((uv_handle_t *)&I.async, NULL);
+  }
+  cir_callback_unref(rt, &I.signal_ref);
+  cir_callback_unref(rt, &I.blocked_ref);
+  cir_callback_unref(rt, &I.fatal_ref);
+}
+
+int cir_fatal_ref(cir_runtime *rt) {
+  (void)rt;
+  return I.fatal_ref;
+}
+
+/* engine.set_running(coroutine | nil): the state that executes from now on. [-1, +0, v] */
+static int l_set_running(lua_State *L) {
+  lua_State *state = lua_isnoneornil(L, 1) ? NULL : lua_tothread(L, 1);
+  if (state == NULL && !lua_isnoneornil(L, 1))
+    return luaL_typeerror(L, 1, "thread");
+  atomic_store(&I.running, state);
+  return 0;
+}
+
+static int signal_number(lua_State *L, int index) {
+  const char *name = luaL_checkstring(L, index);
+  for (size_t i = 0; i < sizeof SIGNALS / sizeof SIGNALS[0]; i++)
+    if (strcmp(SIGNALS[i].name, name) == 0)
+      return SIGNALS[i].number;
+  return luaL_error(L, "the engine does not handle the signal '%s'", name);
+}
+
+/* engine.catch_signal(name): from now on name is told to on_signal's function instead of its default. [-1, +0, e] */
+static int l_catch_signal(lua_State *L) {
+  int number = signal_number(L, 1);
+  struct sigaction action, before;
+  memset(&action, 0, sizeof action);
+  action.sa_handler = on_signal;
+  action.sa_flags = SA_RESTART;
+  sigfillset(&action.sa_mask);
+  sigaction(number, NULL, &before);
+  /* nohup has SIGHUP ignored: leave it so, as a shell would for a background job. */
+  if (before.sa_handler == SIG_IGN && (number == SIGHUP || number == SIGQUIT))
+    return 0;
+  sigaction(number, &action, NULL);
+  I.caught[number] = true;
+  return 0;
+}
+
+/* engine.release_signal(name): back to its default. [-1, +0, e] */
+static int l_release_signal(lua_State *L) {
+  int number = signal_number(L, 1);
+  if (I.caught[number]) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = SIG_DFL;
+    sigaction(number, &action, NULL);
+    I.caught[number] = false;
+  }
+  return 0;
+}
+
+static int set_ref(lua_State *L, int *ref) {
+  cir_callback_unref(cir_runtime_of(L), ref);
+  if (!lua_isnoneornil(L, 1))
+    *ref = cir_callback_ref(L, 1);
+  return 0;
+}
+
+/* engine.on_signal(function(name, number) | nil) */
+static int l_on_signal(lua_State *L) {
+  return set_ref(L, &I.signal_ref);
+}
+
+/* engine.on_blocked(function(traceback, seconds) | nil): told after a turn longer than 100 ms */
+static int l_on_blocked(lua_State *L) {
+  return set_ref(L, &I.blocked_ref);
+}
+
+/* engine.on_fatal(function(error_value) | nil): takes what a callback raises */
+static int l_on_fatal(lua_State *L) {
+  return set_ref(L, &I.fatal_ref);
+}
+
+void cir_interrupt_register(lua_State *L) {
+  static const luaL_Reg functions[] = {
+      {"set_running", l_set_running},       {"catch_signal", l_catch_signal},
+      {"release_signal", l_release_signal}, {"on_signal", l_on_signal},
+      {"on_blocked", l_on_blocked},         {"on_fatal", l_on_fatal},
+      {NULL, NULL}};
+  luaL_setfuncs(L, functions, 0);
+}
