@@ -1,0 +1,173 @@
+--- Runs a recipe: finds it, parses its flags, gives it a context, turns what it returns into an exit status.
+---
+--- A recipe is a module that returns `{summary, description, flags, run}`; `run(context)` is a task and returns an exit
+--- status, or nothing for 0.
+local engine = require("ciranda.core.engine")
+local errors = require("ciranda.io.error")
+local flags = require("ciranda.cli.flags")
+local json = require("ciranda.io.json")
+local progress = require("ciranda.cli.progress")
+local session = require("ciranda.cli.session")
+
+local M = {}
+
+---@class ciranda.cli.Context
+---@field name string the recipe's name
+---@field flags table<string, any> values by flag name ("-" as "_")
+---@field given table<string, true> the flags that were typed
+---@field args string[] what followed the recipe's name, as typed
+---@field json boolean whether --json was given
+---@field progress ciranda.cli.Progress
+---@field on_interrupt fun(handler: fun(signal: string, count: integer): boolean?)
+---@field finish fun(result: {kind: string, status?: integer, message?: string})
+
+--- Finds a recipe by name (built in) or by file (a name with "/" or ending in ".lua").
+---@param name string
+---@return table recipe
+---@return string? directory of the file, for modules beside it
+---@error code "usage" when there is none
+function M.load(name)
+  local recipe, directory
+  if name:find("/") or name:find("%.lua$") then
+    directory = name:match("^(.*)/[^/]*$") or "."
+    require("ciranda.cli.paths").install { beside = directory }
+    local chunk, problem = loadfile(name)
+    if not chunk then
+      errors.raise { code = "usage", message = ("the recipe cannot be read: %s"):format(problem) }
+    end
+    recipe = chunk(name)
+  else
+    local known = name:gsub("%-", "_")
+    if not engine.load("recipes." .. known) then
+      errors.raise {
+        code = "usage",
+        message = ("there is no recipe '%s'; the built-in ones are: %s (a file is given with its .lua)"):format(
+          name,
+          table.concat(require("ciranda.cli.help").recipes(), ", ")
+        ),
+      }
+    end
+    recipe = require("recipes." .. known)
+  end
+  if type(recipe) ~= "table" or type(recipe.run) ~= "function" then
+    errors.raise {
+      code = "usage",
+      message = ("%s is no recipe: it must return a table with a function `run` (a script is run as: ciranda %s)"):format(
+        name,
+        name
+      ),
+    }
+  end
+  return recipe, directory
+end
+
+--- Starts a private simulated cloud and points this process at it.
+---@param options table from --sim-slices and the like
+---@param values table the recipe's flags: TPU_PREFIX names the slices
+---@return table simulator with close()
+local function start_simulator(options, values)
+  local uv = require("luv")
+  local settings = {
+    slices = math.tointeger(tonumber(options.slices or 2)),
+    type = options.type,
+    prefix = values.TPU_PREFIX,
+    seed = options.seed and math.tointeger(tonumber(options.seed)),
+  }
+  for key in pairs(options) do
+    if key ~= "slices" and key ~= "type" and key ~= "seed" then
+      errors.raise { code = "usage", message = ("there is no option --sim-%s"):format(key) }
+    end
+  end
+  if not settings.slices or settings.slices < 0 then
+    errors.raise {
+      code = "usage",
+      message = ("--sim-slices is '%s', but takes a whole number"):format(options.slices),
+    }
+  end
+  local simulator = require("ciranda.sim").start(settings)
+  for name, value in pairs(simulator.env) do
+    uv.os_setenv(name, value)
+  end
+  return simulator
+end
+
+--- The last line and the --json record.
+local function announce(context, result)
+  if context.json then
+    io.write(
+      json.encode {
+        event = "end",
+        recipe = context.name,
+        kind = result.kind,
+        status = result.status,
+        message = result.message,
+      },
+      "\n"
+    )
+    io.flush()
+  end
+  if result.message then
+    context.progress:say("%s", result.message)
+  end
+end
+
+--- What an error that reached the top is called, and its status.
+---@param err any
+---@return string kind
+---@return integer status
+local function kind_of(err)
+  local code = errors.is(err) and err.code or nil
+  if code == "usage" then
+    return "usage", 2
+  elseif code == "deadline" then
+    return "deadline", 124
+  elseif code == "preempted" then
+    return "preempted", 1
+  end
+  return "failed", 1
+end
+
+--- Runs a recipe from its command line.
+---@param command ciranda.cli.Command
+---@return integer status
+function M.main(command)
+  return session.run(function()
+    local recipe = M.load(command.name)
+    local values, given = flags.parse(command.name, recipe, command.args)
+    if values.help then
+      io.write(flags.help(command.name, recipe), "\n")
+      return 0
+    end
+    local result
+    local context = {
+      name = command.name,
+      flags = values,
+      given = given,
+      args = command.args,
+      json = command.json,
+      progress = progress.new { json = command.json },
+      on_interrupt = session.on_interrupt,
+      finish = function(given_result)
+        result = given_result
+      end,
+    }
+    local simulator <close> = command.sim and start_simulator(command.sim, values) or nil
+    local ok, status = xpcall(recipe.run, errors.traceback, context)
+    context.progress:close()
+    if ok then
+      result = result or { kind = (status or 0) == 0 and "done" or "failed" }
+      result.status = status or result.status or 0
+      announce(context, result)
+      return result.status
+    end
+    if errors.is(status, "cancelled") or errors.is(status, "interrupted") then
+      announce(context, { kind = "interrupted", status = session.interrupted_status() })
+      error(status, 0)
+    end
+    local kind, code = kind_of(status)
+    announce(context, { kind = kind, status = code, message = context.json and tostring(status) or nil })
+    error(status, 0)
+  end)
+end
+
+return M
