@@ -1,0 +1,209 @@
+--- First cause: when a gang falls, which worker fell first, and which ones only followed.
+--
+-- Pure: outcomes go in, a verdict comes out. In a gang one death makes many: the peers of a dead process
+-- see a closed socket and abort within a second. What counts is the worker that failed first by a clock
+-- corrected for each worker, with the peers' own words used to tell a consequence from a cause.
+local M = {}
+
+--- Linux signal numbers (signal(7), x86 and ARM).
+local SIGNALS = {
+  "HUP",
+  "INT",
+  "QUIT",
+  "ILL",
+  "TRAP",
+  "ABRT",
+  "BUS",
+  "FPE",
+  "KILL",
+  "USR1",
+  "SEGV",
+  "USR2",
+  "PIPE",
+  "ALRM",
+  "TERM",
+  "STKFLT",
+  "CHLD",
+  "CONT",
+  "STOP",
+  "TSTP",
+  "TTIN",
+  "TTOU",
+  "URG",
+  "XCPU",
+  "XFSZ",
+  "VTALRM",
+  "PROF",
+  "WINCH",
+  "IO",
+  "PWR",
+  "SYS",
+}
+
+--- What processes print when a peer has gone (gRPC, gloo, XLA's coordination service), as publicly reported.
+local PEER_LOST = {
+  "Socket closed",
+  "Connection reset by peer",
+  "Connection closed by peer",
+  "JAX distributed service detected fatal errors",
+  "coordination service",
+  "PollForError",
+  "heartbeat timeout",
+  "RAW: Raising signal 6",
+  "Fatal Python error: Aborted",
+  "Barrier timed out",
+}
+
+--- A consequence may be seen before its cause has been recorded (the cause is still winding up), but not
+--- longer before than this, in seconds.
+local WINDOW = 30
+
+--- "SIGKILL" for 9; nil for a number Linux has no name for.
+---@param number integer
+---@return string?
+function M.signal_name(number)
+  if SIGNALS[number] then
+    return "SIG" .. SIGNALS[number]
+  elseif number >= 34 and number <= 64 then
+    return "SIGRTMIN+" .. (number - 34)
+  end
+  return nil
+end
+
+--- 9 for "SIGKILL" or "KILL"; nil for a name Linux does not have.
+---@param name string
+---@return integer?
+function M.signal_number(name)
+  local short = name:upper():gsub("^SIG", "")
+  for number, known in ipairs(SIGNALS) do
+    if known == short then
+      return number
+    end
+  end
+  return nil
+end
+
+---@class ciranda.run.Outcome how one worker's part of an attempt ended
+---@field worker ciranda.Worker
+---@field code integer? exit status, when it left by itself
+---@field signal integer? the signal that ended it
+---@field lost string? why there is no exit record; neither code nor signal is known then
+---@field at number? when it ended: seconds since 1970 on the runner's clock
+---@field stopped boolean? it ended after we had asked it to stop
+---@field tail string? the end of its log
+
+--- Did it fail (by itself or otherwise)?
+---@param outcome ciranda.run.Outcome
+---@return boolean
+function M.failed(outcome)
+  return outcome.lost ~= nil or outcome.signal ~= nil or outcome.code ~= 0
+end
+
+--- The exit status that stands for an outcome: its own, 128+n for signal n, 1 without a record.
+---@param outcome ciranda.run.Outcome
+---@return integer
+function M.status(outcome)
+  if outcome.lost then
+    return 1
+  elseif outcome.signal then
+    return 128 + outcome.signal
+  end
+  return outcome.code or 1
+end
+
+--- "7", "137 (SIGKILL)", "1 (no exit record: ...)". A shell passes its child's death on as a status above
+--- 128, which is named too.
+---@param outcome ciranda.run.Outcome
+---@return string
+function M.describe_status(outcome)
+  local status = M.status(outcome)
+  if outcome.lost then
+    return string.format("%d (no exit record: %s)", status, outcome.lost)
+  end
+  local signal = outcome.signal or status > 128 and status - 128
+  local name = signal and M.signal_name(signal)
+  return name and string.format("%d (%s)", status, name) or tostring(status)
+end
+
+--- The line that people who used the Python script look for.
+---@param outcome ciranda.run.Outcome
+---@return string
+function M.failure_line(outcome)
+  return string.format(
+    "Main command failed on slice %d worker %d with error code %s, see logs for details",
+    outcome.worker.slice,
+    outcome.worker.index,
+    M.describe_status(outcome)
+  )
+end
+
+--- Does the log's end say that a peer went away?
+---@param tail string?
+---@return boolean
+local function speaks_of_peer(tail)
+  if tail then
+    for _, text in ipairs(PEER_LOST) do
+      if tail:find(text, 1, true) then
+        return true
+      end
+    end
+  end
+  return false
+end
+
+---@class ciranda.run.Cause
+---@field status integer the exit status for the whole
+---@field kind "user"|"infra" infra: a worker was lost, or its machine failed
+---@field first ciranda.run.Outcome? nil when nothing failed by itself
+---@field consequences ciranda.run.Outcome[] the other failures
+---@field stopped ciranda.run.Outcome[] ended after we had asked them to
+
+--- The verdict on a gang.
+---@param outcomes ciranda.run.Outcome[]
+---@return ciranda.run.Cause
+function M.first(outcomes)
+  local failures, stopped, earliest = {}, {}, math.huge
+  for place, outcome in ipairs(outcomes) do
+    if outcome.stopped then
+      stopped[#stopped + 1] = outcome
+    elseif M.failed(outcome) then
+      failures[#failures + 1] = { outcome = outcome, place = place, at = outcome.at or math.huge }
+      earliest = math.min(earliest, outcome.at or math.huge)
+    end
+  end
+  if #failures == 0 then
+    return { status = 0, kind = "user", consequences = {}, stopped = stopped }
+  end
+  for _, failure in ipairs(failures) do
+    local outcome = failure.outcome
+    failure.follows = #failures > 1
+      and not outcome.lost
+      and (speaks_of_peer(outcome.tail) or outcome.signal == 6 or outcome.code == 134)
+    -- A cause that ended long after the first victim did not cause it.
+    failure.late = failure.at > earliest + WINDOW
+  end
+  table.sort(failures, function(a, b)
+    if a.late ~= b.late then
+      return not a.late
+    elseif a.follows ~= b.follows then
+      return not a.follows
+    elseif a.at ~= b.at then
+      return a.at < b.at
+    end
+    return a.place < b.place
+  end)
+  local first = failures[1].outcome
+  local consequences = {}
+  for index = 2, #failures do
+    consequences[index - 1] = failures[index].outcome
+  end
+  return {
+    status = M.status(first),
+    kind = first.lost and "infra" or "user",
+    first = first,
+    consequences = consequences,
+    stopped = stopped,
+  }
+end
+
+return M

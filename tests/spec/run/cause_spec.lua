@@ -1,0 +1,99 @@
+local cause = require("ciranda.run.cause")
+
+local function worker(slice, index)
+  return { slice = slice, index = index }
+end
+
+describe("run.cause", function()
+  it("finds nothing when all left with 0", function()
+    local verdict = cause.first({ { worker = worker(0, 0), code = 0, at = 1 } })
+    assert.equal(0, verdict.status)
+    assert.is_nil(verdict.first)
+  end)
+
+  it("is the first failure by time, not by place", function()
+    local verdict = cause.first({
+      { worker = worker(0, 0), code = 1, at = 20 },
+      { worker = worker(1, 2), code = 7, at = 10 },
+      { worker = worker(1, 3), code = 0, at = 5 },
+    })
+    assert.equal(7, verdict.status)
+    assert.equal(2, verdict.first.worker.index)
+    assert.equal(1, #verdict.consequences)
+  end)
+
+  it("is not the peer that saw the socket close, though it ended first", function()
+    local verdict = cause.first({
+      { worker = worker(0, 0), code = 1, at = 10, tail = "rpc error: Socket closed\n" },
+      { worker = worker(0, 1), signal = 6, at = 10.5 },
+      { worker = worker(0, 2), code = 3, at = 11 },
+    })
+    assert.equal(3, verdict.status)
+    assert.equal(2, #verdict.consequences)
+  end)
+
+  it("is the first victim when every failure speaks of a peer", function()
+    local verdict = cause.first({
+      { worker = worker(0, 0), code = 1, at = 12, tail = "Socket closed" },
+      { worker = worker(0, 1), code = 1, at = 11, tail = "Socket closed" },
+    })
+    assert.equal(1, verdict.first.worker.index)
+  end)
+
+  it("does not blame what failed minutes after the first victim", function()
+    local verdict = cause.first({
+      { worker = worker(0, 0), code = 1, at = 10, tail = "Socket closed" },
+      { worker = worker(0, 1), code = 9, at = 200 },
+    })
+    assert.equal(0, verdict.first.worker.index)
+  end)
+
+  it("counts death by a signal and a lost worker as failures, never as 0", function()
+    assert.equal(137, cause.first({ { worker = worker(0, 0), signal = 9, at = 1 } }).status)
+    local lost = cause.first({ { worker = worker(0, 0), lost = "its machine was restarted", at = 1 } })
+    assert.equal(1, lost.status)
+    assert.equal("infra", lost.kind)
+  end)
+
+  it("takes a lost worker for the cause of its peers' closed sockets", function()
+    local verdict = cause.first({
+      { worker = worker(0, 0), code = 1, at = 10, tail = "Socket closed" },
+      { worker = worker(0, 1), lost = "no answer for 60 s", at = 9 },
+    })
+    assert.equal("infra", verdict.kind)
+  end)
+
+  it("does not take those we stopped for failures", function()
+    local verdict = cause.first({
+      { worker = worker(0, 0), signal = 15, at = 1, stopped = true },
+      { worker = worker(0, 1), signal = 9, at = 2 },
+    })
+    assert.equal(137, verdict.status)
+    assert.equal(1, #verdict.stopped)
+    assert.equal(0, #verdict.consequences)
+  end)
+
+  it("writes the line that people look for", function()
+    local line = cause.failure_line
+    assert.equal(
+      "Main command failed on slice 3 worker 1 with error code 7, see logs for details",
+      line({ worker = worker(3, 1), code = 7 })
+    )
+    assert.equal(
+      "Main command failed on slice 0 worker 2 with error code 137 (SIGKILL), see logs for details",
+      line({ worker = worker(0, 2), signal = 9 })
+    )
+    assert.matches("137 (SIGKILL)", line({ worker = worker(0, 2), code = 137 }), 1, true)
+    assert.matches("1 (no exit record: gone)", line({ worker = worker(0, 2), lost = "gone" }), 1, true)
+  end)
+
+  it("names signals", function()
+    assert.equal("SIGTERM", cause.signal_name(15))
+    assert.equal("SIGSYS", cause.signal_name(31))
+    assert.equal("SIGRTMIN+1", cause.signal_name(35))
+    assert.is_nil(cause.signal_name(99))
+    assert.equal(12, cause.signal_number("SIGUSR2"))
+    assert.equal(12, cause.signal_number("usr2"))
+    assert.is_nil(cause.signal_number("NONE"))
+  end)
+end)
