@@ -1,0 +1,128 @@
+#!/bin/sh
+# Every test: the specs and the guard's tests in both builds, the specs as an unprivileged account when this is root,
+# the short form of each walk (tests/e2e) and fuzz target (tests/fuzz). The last line adds everything up.
+#
+#   tests/run.sh [PART...]     parts: lint spec guard asan account e2e fuzz; all of them without one
+set -u
+cd "$(dirname "$0")/.." || exit 2
+root=$PWD
+parts=${*:-lint spec guard asan account e2e fuzz}
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/ciranda-test.XXXXXX")
+chmod 755 "$scratch"
+trap 'rm -rf "$scratch"' EXIT
+passed=0 failed=0 skipped=0
+
+say() {
+  printf '\n== %s\n' "$*"
+}
+
+# Run a command that ends with "N passed, N failed[, N skipped]" and add its counts; a run without that line, or one
+# that exits non-zero with no failure counted, is a failure of its own.
+count() {
+  title=$1
+  shift
+  say "$title"
+  "$@" >"$scratch/output" 2>&1
+  status=$?
+  cat "$scratch/output"
+  line=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$scratch/output" | tail -n 1)
+  grep -E '^SKIP: ' "$scratch/output" | sed "s|^|$title: |" >>"$scratch/skips"
+  if [ -z "$line" ]; then
+    printf '%s: no closing line (exit status %s)\n' "$title" "$status"
+    failed=$((failed + 1))
+    return
+  fi
+  # shellcheck disable=SC2046 # three or two numbers
+  set -- $(printf '%s\n' "$line" | tr -cs '0-9' ' ')
+  passed=$((passed + $1))
+  failed=$((failed + $2))
+  skipped=$((skipped + ${3:-0}))
+  if [ "$status" -ne 0 ] && [ "$2" -eq 0 ]; then
+    printf '%s: exit status %s with no failure counted\n' "$title" "$status"
+    failed=$((failed + 1))
+  fi
+}
+
+# Run a command whose exit status is the result: one test.
+one() {
+  title=$1
+  shift
+  say "$title"
+  if "$@"; then
+    passed=$((passed + 1))
+  else
+    printf '%s: failed (exit status %s)\n' "$title" "$?"
+    failed=$((failed + 1))
+  fi
+}
+
+for part in $parts; do
+  case $part in
+  lint)
+    one "luacheck" sh -c 'luacheck -q lua recipes tests >"$1" 2>&1 || { cat "$1"; exit 1; }' sh "$scratch/lint"
+    ;;
+  spec)
+    count "specs" env CIRANDA_BINARY="$root/build/ciranda" build/ciranda test tests/spec
+    ;;
+  guard)
+    count "guard" sh tests/guard/run.sh build
+    ;;
+  asan)
+    if { [ -f build/asan/build.ninja ] || cmake --preset asan; } >"$scratch/asan" 2>&1 &&
+      cmake --build build/asan >>"$scratch/asan" 2>&1; then
+      ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=99 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+        CIRANDA_BINARY="$root/build/asan/ciranda"
+      export ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
+      count "specs under ASan and UBSan" build/asan/ciranda test tests/spec
+      count "guard under ASan and UBSan" sh tests/guard/run.sh build/asan
+      unset ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
+    else
+      cat "$scratch/asan"
+      say "the ASan build failed"
+      failed=$((failed + 1))
+    fi
+    ;;
+  account)
+    if [ "$(id -u)" -ne 0 ]; then
+      continue
+    fi
+    # The tree may lie where only root can read: the account gets a copy of what the specs use.
+    mkdir -p "$scratch/account/tree/build" "$scratch/account/home" "$scratch/account/tmp"
+    git ls-files -z tests lua recipes docs README.md | xargs -0 cp --parents -t "$scratch/account/tree"
+    cp build/ciranda "$scratch/account/tree/build/"
+    cp build/ciranda-guard "$scratch/account/tree/build/" 2>/dev/null
+    chown -R nobody "$scratch/account"
+    count "specs as an unprivileged account" sh -c 'cd "$1/tree" && exec setpriv --reuid=nobody --regid=nogroup \
+      --clear-groups env -i PATH="$PATH" LANG=C.UTF-8 HOME="$1/home" TMPDIR="$1/tmp" SHELL=/bin/sh USER=nobody \
+      CIRANDA_BINARY="$1/tree/build/ciranda" CI="${CI:-}" build/ciranda test tests/spec' sh "$scratch/account"
+    ;;
+  e2e | fuzz)
+    for script in tests/"$part"/*.sh; do
+      [ -e "$script" ] || continue
+      name=$part-$(basename "$script" .sh)
+      one "$name" env CIRANDA_SHORT=1 CIRANDA_BINARY="$root/build/ciranda" CIRANDA_BUILD="$root/build" sh "$script"
+    done
+    ;;
+  *)
+    printf 'tests/run.sh: there is no part %s\n' "$part" >&2
+    exit 2
+    ;;
+  esac
+done
+
+# In CI a skip that is not expected there is a failure: something was not installed.
+if [ -n "${CI:-}" ] && [ -s "$scratch/skips" ]; then
+  while IFS= read -r skip; do
+    if ! grep -v -E '^(#|$)' tests/expected_skips.txt | grep -q -F -e "$(printf '%s' "$skip" | sed 's/^.*SKIP: \([^:]*\).*$/\1/')"; then
+      printf 'unexpected skip: %s\n' "$skip"
+      failed=$((failed + 1))
+    fi
+  done <"$scratch/skips"
+fi
+printf '\n'
+if [ "$skipped" -gt 0 ]; then
+  printf '%s passed, %s failed, %s skipped\n' "$passed" "$failed" "$skipped"
+else
+  printf '%s passed, %s failed\n' "$passed" "$failed"
+fi
+[ "$failed" -eq 0 ]
