@@ -1,0 +1,829 @@
+--- The scheduler: tasks are coroutines, and one luv handle drains the queue of those that can go on.
+---
+--- A task gives up control in one place only, `await`, by yielding one sentinel. A completion never resumes it:
+--- it stores its result and puts the task on the ready queue, which an idle handle of the loop drains. So a
+--- completion that comes at once needs no special case, and nothing re-enters.
+---
+--- What a task can still do to stall the rest: compute without waiting, call a C function that blocks (a pattern
+--- match without end, a read from a slow device), or use a blocking function of another library.
+---
+--- There is one scheduler a process. A test runner that loads this module again gets the same one.
+
+local REGISTRY_KEY = "ciranda.task.scheduler"
+local registry = debug.getregistry()
+if registry[REGISTRY_KEY] then
+  return registry[REGISTRY_KEY]
+end
+
+local uv = require("luv")
+local errors = require("ciranda.io.error")
+local trace = require("ciranda.task.trace")
+
+local co_create, co_resume, co_yield = coroutine.create, coroutine.resume, coroutine.yield
+local co_status, co_running, co_close = coroutine.status, coroutine.running, coroutine.close
+local co_isyieldable = coroutine.isyieldable
+local pack, unpack = table.pack, table.unpack
+
+---@class ciranda.Scheduler
+local M = {
+  --- The task whose code is running, or nil (main program, callbacks of the loop).
+  ---@type ciranda.Task?
+  current = nil,
+  --- What a waiting task yields. Coroutines inside a task pass it outwards.
+  WAIT = setmetatable({}, {
+    __tostring = function()
+      return "a wait of the scheduler"
+    end,
+  }),
+  --- Seconds a cancelled task has for its clean-up (design: 10 s). Tests set it.
+  grace = 10,
+  --- Every task that has not ended, by id.
+  ---@type table<integer, ciranda.Task>
+  live = {},
+  --- The task that `run_main` drives.
+  ---@type ciranda.Task?
+  root = nil,
+}
+registry[REGISTRY_KEY] = M
+
+-- The host wants to know which coroutine runs, so that a signal can interrupt it; plain Lua has no such thing.
+local set_running = function() end
+if package.preload["ciranda.core.engine"] then
+  set_running = require("ciranda.core.engine").set_running or set_running
+end
+
+--- Tell the host which coroutine runs from here on. The pass-through of nested coroutines calls it too.
+M.set_running = set_running
+
+---@class ciranda.Task
+---@field id integer
+---@field name string
+---@field co thread
+---@field state "ready"|"running"|"waiting"|"done"|"failed"|"cancelled"
+---@field scope ciranda.Scope?       where it was spawned; nil for the root
+---@field op table?                  what it waits for
+---@field chain thread[]?            nested coroutines that are running or waiting, innermost last
+---@field scopes ciranda.Scope[]?    scopes it opened that have not ended, innermost last
+---@field requests table[]?          cancellations not yet raised
+---@field cancelled table?           the request that cancelled the task as a whole
+---@field values table?              what its function returned
+---@field err any                    what it failed with
+---@field traceback string?          where it failed and who was waiting
+local Task = {}
+Task.__index = Task
+Task.__name = "ciranda.Task"
+M.Task = Task
+
+function Task:__tostring()
+  return ("task '%s'"):format(self.name)
+end
+
+local FINAL = { done = true, failed = true, cancelled = true }
+
+local ready, ready_count = {}, 0
+local idle
+local next_id = 0
+
+-- Requests whose grace is running, with the time (seconds, monotonic) when it ends.
+local dying = {}
+local grace_timer
+
+local function now()
+  return uv.hrtime() / 1e9
+end
+M.now = now
+
+local step -- forward
+
+--- Resume every task that was ready when the turn began. Those that become ready meanwhile go in the next turn, so
+--- that a loop of operations that complete at once does not keep the loop from its other work.
+local function drain()
+  local batch, count = ready, ready_count
+  ready, ready_count = {}, 0
+  for index = 1, count do
+    step(batch[index])
+  end
+  if ready_count == 0 then
+    idle:stop()
+  end
+end
+
+---@param task ciranda.Task
+local function make_ready(task)
+  task.state = "ready"
+  ready_count = ready_count + 1
+  ready[ready_count] = task
+  if ready_count == 1 then
+    if not idle or idle:is_closing() then
+      idle = uv.new_idle()
+    end
+    if not idle:is_active() then
+      idle:start(drain)
+    end
+  end
+end
+
+--- Close the scheduler's own handles. For the host's shutdown, after the last task has ended.
+function M.shutdown()
+  for _, handle in ipairs({ idle or false, grace_timer or false }) do
+    if handle and not handle:is_closing() then
+      handle:close()
+    end
+  end
+  idle, grace_timer = nil, nil
+end
+
+-- Operations -------------------------------------------------------------------------------------------------------
+
+-- States of an operation: starting (its start function runs), waiting, cancelling (asked to end, has not yet),
+-- done (its result lies here, the task is on the ready queue), void (nobody wants its result any more).
+
+--- Store the result of an operation. A second or a late completion is dropped.
+local function complete(op, err, ...)
+  local state = op.state
+  if state ~= "starting" and state ~= "waiting" and state ~= "cancelling" then
+    return
+  end
+  op.err = err
+  if err == nil and select("#", ...) > 0 then
+    op.values = pack(...)
+  end
+  if state == "cancelling" and err == nil then
+    op.request = nil -- it succeeded after all: the value must not be lost, the cancellation waits for the next wait
+  end
+  op.state = "done"
+  if state ~= "starting" then
+    make_ready(op.task)
+  end
+end
+
+--- Remove a request from the list of those still to be raised.
+local function take_request(task, request)
+  local list = task.requests
+  for index = 1, list and #list or 0 do
+    if list[index] == request then
+      table.remove(list, index)
+      break
+    end
+  end
+  if list and #list == 0 then
+    task.requests = nil
+  end
+end
+
+--- Raise a request in the running task.
+local function raise_request(task, request)
+  take_request(task, request)
+  request.raised = true
+  error(request.err, 0)
+end
+
+--- Ask the operation a task waits for to end, because of a request.
+local function cancel_wait(task, request)
+  local op = task.op
+  if not op or op.state ~= "waiting" then
+    return
+  end
+  op.state = "cancelling"
+  op.request = request
+  local ok, over = true, true
+  if op.cancel then
+    ok, over = pcall(op.cancel)
+  end
+  if not ok then
+    request.err.suppressed = request.err.suppressed or {}
+    table.insert(request.err.suppressed, over)
+  end
+  if (over == true or not ok) and op.state == "cancelling" then
+    op.err = request.err
+    op.state = "done"
+    make_ready(task)
+  end
+end
+
+local arm_grace -- forward
+
+--- Start the grace of a request: at its end the task is closed.
+local function start_grace(task, request)
+  if not dying[request] then
+    request.task = task
+    dying[request] = now() + M.grace
+    arm_grace()
+  end
+end
+
+--- Take a request back: its scope has ended, or its task.
+local function withdraw(task, request)
+  take_request(task, request)
+  dying[request] = nil
+  if not next(dying) and grace_timer and not grace_timer:is_closing() then
+    grace_timer:stop()
+  end
+end
+M.withdraw = withdraw
+
+--- Have a cancellation raised in a task: at its present wait, else at its next one.
+---@param task ciranda.Task
+---@param request { err: ciranda.Error, scope: ciranda.Scope? }
+function M.push_request(task, request)
+  task.requests = task.requests or {}
+  table.insert(task.requests, request)
+  if (task.shielded or 0) > 0 then
+    return
+  end
+  start_grace(task, request)
+  cancel_wait(task, request)
+end
+
+--- A cancellation as an error value.
+---@param reason any a string or an error
+---@param what string? who is cancelled
+---@return ciranda.Error
+function M.cancel_error(reason, what)
+  local text = reason ~= nil and errors.text(reason) or nil
+  return errors.new({
+    code = "cancelled",
+    message = (what and what .. " was cancelled" or "cancelled") .. (text and ": " .. text or ""),
+    cause = type(reason) == "table" and reason or nil,
+  })
+end
+
+--- Whether every coroutine between a task and its present code can yield; if not, what stands in the way.
+---@return string? culprit
+local function obstacle(task)
+  if not co_isyieldable() then
+    return trace.culprit(co_running(), 3)
+  end
+  local chain = task.chain
+  if chain and #chain > 0 then
+    for index = #chain - 1, 1, -1 do
+      if not co_isyieldable(chain[index]) then
+        return trace.culprit(chain[index], 0)
+      end
+    end
+    if not co_isyieldable(task.co) then
+      return trace.culprit(task.co, 0)
+    end
+  end
+  return nil
+end
+
+--- The level, for errors.misuse, of the first function outside this room.
+local function user_level()
+  return errors.level_outside("ciranda/task/") - 1
+end
+M.user_level = user_level
+
+--- Raise a misuse unless the running code may wait. The line named is the first one outside this room.
+---@return ciranda.Task
+function M.check_can_wait()
+  local task = M.current
+  if not task then
+    errors.misuse(user_level(), "cannot wait outside a task; run this inside task.run(function() ... end)")
+  end
+  if task.closing then
+    error(task.closing, 0)
+  end
+  local innermost = task.chain and task.chain[#task.chain] or task.co
+  if co_running() ~= innermost then
+    errors.misuse(
+      user_level(),
+      "cannot wait inside a coroutine that %s does not know: it was resumed with a coroutine.resume taken before "
+        .. "ciranda.task was loaded, or by a callback of the loop",
+      tostring(task)
+    )
+  end
+  local culprit = obstacle(task)
+  if culprit then
+    errors.misuse(
+      user_level(),
+      "cannot wait inside %s, which cannot be suspended; collect the values first and wait outside of it",
+      culprit
+    )
+  end
+  return task
+end
+
+--- The one wait. `start(done)` begins an operation and returns a function that cancels it.
+---
+--- `done(err, values...)` completes it, at any time, even before `start` has returned. The cancel function returns
+--- true when the operation is over at once; otherwise `done` must follow, and the task waits for it. No cancel
+--- function means that the operation may simply be abandoned.
+---@async
+---@param start fun(done: fun(err: any, ...)): (fun(): boolean?)?
+---@param what any? for `task.dump`: a string, a task, or anything with `__tostring`
+---@return any ... what `done` was given after its error
+function M.await(start, what)
+  local task = M.check_can_wait()
+  local requests = task.requests
+  if requests and (task.shielded or 0) == 0 then
+    raise_request(task, requests[1])
+  end
+
+  local op = { task = task, what = what, state = "starting", since = uv.now() }
+  task.op = op
+  op.cancel = start(function(...)
+    return complete(op, ...)
+  end)
+  if op.state == "starting" then
+    op.state = "waiting"
+    task.state = "waiting"
+  else
+    make_ready(task)
+  end
+  co_yield(M.WAIT)
+  task.op = nil
+
+  if op.request then
+    raise_request(task, op.request)
+  end
+  local err = op.err
+  if err ~= nil then
+    local from = op.from
+    if from then
+      task.rising = { err = err, text = from.traceback }
+    elseif errors.is(err) and not err.traceback then
+      err.traceback = debug.traceback(nil, 2)
+    end
+    error(err, 0)
+  end
+  local values = op.values
+  if values then
+    return unpack(values, 1, values.n)
+  end
+end
+
+-- Life of a task ---------------------------------------------------------------------------------------------------
+
+--- The message handler of a task: keeps where the error was raised.
+local function handler(err)
+  local task = M.current
+  if err == nil then
+    err = errors.new({ code = "failed", message = "nil was raised as an error: error(nil)" })
+  end
+  if not task or (task.cancelled and errors.is(err, "cancelled")) then
+    return err
+  end
+  local rising = task.rising
+  if not (rising and rawequal(rising.err, err)) then
+    task.rising = { err = err, text = trace.clean(debug.traceback(nil, 2)) }
+  end
+  return err
+end
+
+--- End the scopes a task left open: their children are cancelled and waited for.
+---@return table? first the first scope that was left open
+local function end_scopes(task)
+  local first
+  while task.scopes and #task.scopes > 0 do
+    local scope = task.scopes[#task.scopes]
+    first = first or scope
+    scope:_abandon()
+  end
+  return first
+end
+
+--- What a task's coroutine runs.
+local function body(task)
+  local args = task.args
+  task.args = nil
+  local result
+  if args then
+    result = pack(xpcall(task.fn, handler, unpack(args, 1, args.n)))
+  else
+    result = pack(xpcall(task.fn, handler))
+  end
+  task.result = result
+  if task.scopes then
+    local left = end_scopes(task)
+    if left and result[1] then
+      task.result = {
+        false,
+        errors.new({
+          code = "misuse",
+          message = ("%s: the scope opened here was still open when %s ended; write: local s <close> = task.scope()"):format(
+            left.where,
+            tostring(task)
+          ),
+        }),
+      }
+    end
+  end
+end
+
+--- Everything that must happen once when a task has ended, however it ended. Resumes nobody.
+local function finish(task, state)
+  task.state = state
+  M.live[task.id] = nil
+  task.fn, task.args, task.op, task.chain, task.result, task.rising = nil, nil, nil, nil, nil, nil
+  local list = task.requests
+  for index = list and #list or 0, 1, -1 do
+    withdraw(task, list[index])
+  end
+  if task.cancelled then
+    withdraw(task, task.cancelled)
+  end
+  local waiters = task.waiters
+  task.waiters = nil
+  for index = 1, waiters and #waiters or 0 do
+    waiters[index](task)
+  end
+  if task.scope then
+    task.scope:_ended(task)
+  end
+end
+
+--- Read the result of a body that has run to its end.
+local function conclude(task)
+  local result = task.result
+  if result[1] then
+    task.values = result
+    return finish(task, "done")
+  end
+  local err = result[2]
+  task.err = err
+  if task.cancelled and errors.is(err, "cancelled") then
+    return finish(task, "cancelled")
+  end
+  local rising = task.rising
+  local own = rising and rawequal(rising.err, err) and rising.text or nil
+  if errors.is(err) then
+    own = err.traceback or own
+    task.traceback = trace.with_waiters(task, own)
+    err.traceback = task.traceback
+  else
+    task.traceback = trace.with_waiters(task, own)
+  end
+  return finish(task, "failed")
+end
+
+--- Close a task's coroutines, innermost first, and end it. Its clean-up can no longer wait.
+local function close_now(task, state, err)
+  task.closing = err
+  local previous = M.current
+  M.current = task
+  local chain = task.chain or {}
+  local function close(co)
+    if co_status(co) ~= "dead" then
+      set_running(co)
+      local ok, failure = co_close(co)
+      if not ok and not rawequal(failure, err) then
+        err.suppressed = err.suppressed or {}
+        table.insert(err.suppressed, failure)
+      end
+    end
+  end
+  for index = #chain, 1, -1 do
+    close(chain[index])
+  end
+  close(task.co)
+  set_running(nil)
+  M.current = previous
+  task.err = err
+  finish(task, state)
+end
+
+--- End a task that outlived its grace: its children first, then itself. It is not resumed again.
+---@param task ciranda.Task
+---@param err ciranda.Error
+---@param state "cancelled"|"failed"
+function M.kill(task, err, state)
+  if FINAL[task.state] then
+    return
+  end
+  local scopes = task.scopes or {}
+  for index = #scopes, 1, -1 do
+    for child in pairs(scopes[index].children) do
+      M.kill(child, M.cancel_error(err, tostring(child)), "cancelled")
+    end
+  end
+  local op = task.op
+  if op then
+    local asked = op.state == "cancelling"
+    op.state = "void"
+    if op.cancel and not asked then
+      pcall(op.cancel)
+    end
+  end
+  err.traceback = err.traceback or trace.of_task(task)
+  close_now(task, state, err)
+end
+
+--- Close the tasks whose grace is over. One that is about to be resumed with a result goes first: a permit or a
+--- connection it was just given must not be lost.
+local function check_grace()
+  local time = now()
+  local over = {}
+  for request, deadline in pairs(dying) do
+    if deadline <= time then
+      over[#over + 1] = request
+    end
+  end
+  for _, request in ipairs(over) do
+    local task = request.task
+    if FINAL[task.state] then
+      dying[request] = nil
+    elseif task.state == "ready" and not request.last_turn then
+      request.last_turn = true
+    else
+      dying[request] = nil
+      local failure = request.scope and request.scope.failure
+      M.kill(
+        task,
+        errors.new({
+          code = "cancelled",
+          message = ("%s did not end within %g s of being cancelled"):format(tostring(task), M.grace),
+          cause = failure and failure.err or request.err,
+        }),
+        task.cancelled and "cancelled" or "failed"
+      )
+    end
+  end
+  arm_grace()
+end
+
+function arm_grace()
+  local first
+  for _, deadline in pairs(dying) do
+    if not first or deadline < first then
+      first = deadline
+    end
+  end
+  if first then
+    if not grace_timer or grace_timer:is_closing() then
+      grace_timer = uv.new_timer()
+    end
+    uv.update_time()
+    grace_timer:start(math.max(1, math.ceil((first - now()) * 1000)), 0, check_grace)
+  elseif grace_timer and not grace_timer:is_closing() then
+    grace_timer:stop()
+  end
+end
+
+--- Let a task run until its next wait or its end.
+function step(task)
+  if task.state ~= "ready" then
+    return -- ended while it was on the queue
+  end
+  task.state = "running"
+  local co = task.co
+  M.current = task
+  local ok, yielded
+  if task.started then
+    -- The innermost coroutine is the one that will run: the ones around it only pass the wait outwards.
+    local chain = task.chain
+    set_running(chain and chain[#chain] or co)
+    ok, yielded = co_resume(co)
+  else
+    task.started = true
+    set_running(co)
+    ok, yielded = co_resume(co, task)
+  end
+  set_running(nil)
+  M.current = nil
+
+  if co_status(co) == "dead" then
+    if ok then
+      return conclude(task)
+    end
+    -- Only what goes wrong outside the protected part gets here, such as an error while errors are handled.
+    task.result = { false, yielded }
+    return conclude(task)
+  end
+  if not rawequal(yielded, M.WAIT) then
+    local err = errors.new({
+      code = "misuse",
+      message = ("%s yielded %s to the scheduler: coroutine.yield works only inside a coroutine of one's own"):format(
+        tostring(task),
+        errors.text(yielded == nil and "nothing" or yielded)
+      ),
+    })
+    err.traceback = trace.with_waiters(task, trace.of_task(task))
+    task.traceback = err.traceback
+    M.kill(task, err, "failed")
+  end
+end
+
+--- "file:line" of a function: the name of a task that was given none.
+---@param fn function
+---@return string
+function M.default_name(fn)
+  local info = debug.getinfo(fn, "S")
+  return info.linedefined > 0 and ("%s:%d"):format(info.short_src, info.linedefined) or "function"
+end
+
+--- Make a task and put it on the ready queue. Nothing of it runs before the caller waits.
+---@param scope ciranda.Scope?
+---@param name string?
+---@param fn function
+---@param ... any its arguments
+---@return ciranda.Task
+function M.new_task(scope, name, fn, ...)
+  next_id = next_id + 1
+  local task = setmetatable({
+    id = next_id,
+    name = name or M.default_name(fn),
+    fn = fn,
+    args = select("#", ...) > 0 and pack(...) or nil,
+    co = co_create(body),
+    scope = scope,
+  }, Task)
+  M.live[next_id] = task
+  make_ready(task)
+  return task
+end
+
+--- "ready", "running", "waiting", "done", "failed" or "cancelled".
+---@return string
+function Task:status()
+  return self.state
+end
+
+--- Whether the task has ended.
+---@return boolean
+function Task:ended()
+  return FINAL[self.state] == true
+end
+
+--- Call a function when the task has ended; at once when it already has. The function must not wait.
+---@param fn fun(task: ciranda.Task)
+function Task:_on_end(fn)
+  if FINAL[self.state] then
+    return fn(self)
+  end
+  self.waiters = self.waiters or {}
+  table.insert(self.waiters, fn)
+end
+
+--- Forget a function given to `_on_end`.
+function Task:_forget(fn)
+  local list = self.waiters
+  for index = 1, list and #list or 0 do
+    if list[index] == fn then
+      table.remove(list, index)
+      return
+    end
+  end
+end
+
+--- Wait until the task has ended. Any number of tasks may wait for one.
+---@async
+---@return any ... what its function returned; raises what it raised, or the error "cancelled"
+function Task:wait()
+  local waiter = M.current
+  local seen = self
+  while seen do
+    if seen == waiter and waiter then
+      errors.misuse(
+        2,
+        "%s would wait for itself%s",
+        tostring(waiter),
+        seen == self and "" or " through other tasks"
+      )
+    end
+    seen = seen.op and seen.op.target
+  end
+  return M.await(function(done)
+    waiter.op.target = self
+    local op = waiter.op
+    local function ended(task)
+      if task.state == "done" then
+        done(nil, unpack(task.values, 2, task.values.n))
+      else
+        op.from = task
+        done(task.err)
+      end
+    end
+    self:_on_end(ended)
+    return function()
+      self:_forget(ended)
+      return true
+    end
+  end, self)
+end
+
+--- Ask the task to end: its present or next wait raises the error with code "cancelled", once. One that has not
+--- begun never begins. The first reason counts; a task that has ended is left alone.
+---@param reason any? a string, or an error
+function Task:cancel(reason)
+  if FINAL[self.state] or self.cancelled then
+    return
+  end
+  local request = { err = M.cancel_error(reason, tostring(self)) }
+  self.cancelled = request
+  if not self.started then
+    self.err = request.err
+    return finish(self, "cancelled")
+  end
+  M.push_request(self, request)
+end
+
+--- Run a function during which the present task is not cancelled: a cancellation waits until the first wait after
+--- it, and the grace begins then. The function needs a deadline of its own.
+---@async
+---@generic T
+---@param fn fun(...): T
+---@return T
+function M.shield(fn, ...)
+  local task = M.check_can_wait()
+  task.shielded = (task.shielded or 0) + 1
+  local guard <close> = setmetatable({}, {
+    __close = function()
+      task.shielded = task.shielded - 1
+      if task.shielded == 0 and task.requests and not task.closing then
+        for _, request in ipairs(task.requests) do
+          start_grace(task, request)
+        end
+      end
+    end,
+  })
+  local _ = guard
+  return fn(...)
+end
+
+-- The root ---------------------------------------------------------------------------------------------------------
+
+--- Cancel the root task. A program that is told to leave calls it.
+---@param reason any?
+---@return ciranda.Error? err the cancellation, or nil when nothing runs
+function M.cancel_root(reason)
+  local root = M.root
+  if not root or FINAL[root.state] then
+    return nil
+  end
+  root:cancel(reason)
+  return root.cancelled and root.cancelled.err or root.err
+end
+
+--- Ctrl-C: cancel the root task. Called by a signal's callback, or by a hook in running code, which then raises
+--- what this returns.
+---@param reason string? the signal's name
+---@return ciranda.Error
+function M.interrupt(reason)
+  local err = errors.new({ code = "interrupted", message = "interrupted by " .. (reason or "SIGINT") })
+  err.signal = reason or "SIGINT"
+  M.cancel_root(err)
+  local task = M.current
+  if not task then
+    return err
+  end
+  if not task.cancelled then
+    task:cancel(err)
+  end
+  local request = task.cancelled
+  take_request(task, request)
+  request.raised = true
+  return request.err
+end
+
+--- Nothing can wake any task: say who waits for what, and unwind.
+local function deadlock(root)
+  local err = errors.new({
+    code = "failed",
+    message = ("deadlock: %s waits, and nothing is left that could wake it\n%s"):format(
+      tostring(root),
+      trace.dump(M)
+    ),
+  })
+  root.deadlock = err
+  if root.cancelled then
+    M.kill(root, err, "failed")
+  else
+    root:cancel(err)
+  end
+end
+
+--- Run a function as the root task and drive the loop until it has ended, in the main program.
+---@param fn function
+---@param ... any
+---@return boolean ok
+---@return any ... its values; or the error and, for errors that carry none, the traceback
+function M.run_main(fn, ...)
+  if type(fn) ~= "function" then
+    errors.misuse(2, "task.run: a function expected, got %s", type(fn))
+  end
+  if uv.loop_mode() then
+    errors.misuse(2, "task.run: the loop is running already; a callback cannot run it again")
+  end
+  local root = M.new_task(nil, "main", fn, ...)
+  M.root = root
+  while not FINAL[root.state] do
+    if not uv.run("once") and not FINAL[root.state] and ready_count == 0 then
+      deadlock(root)
+    end
+  end
+  M.root = nil
+  if root.deadlock then
+    return false, root.deadlock, root.traceback
+  end
+  if root.state == "done" then
+    return unpack(root.values, 1, root.values.n)
+  end
+  local cause = root.cancelled and root.state == "cancelled" and root.err.cause
+  if errors.is(cause, "interrupted") then
+    return false, cause, root.traceback
+  end
+  return false, root.err, root.traceback
+end
+
+return M

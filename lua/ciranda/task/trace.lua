@@ -1,0 +1,202 @@
+--- Tracebacks of tasks: their own frames, and who was waiting for them.
+
+local M = {}
+
+-- The frames of the scheduler say nothing about the program.
+local NOISE = {
+  "ciranda/task/[%w_]+%.lua:%d+:",
+  "^%s*%[C%]: in upvalue 'co_yield'$",
+  "^%s*%[C%]: in upvalue 'stock_yield'$",
+  "^%s*%[C%]: in function 'xpcall'$",
+  "^%s*%[C%]: in function 'error'$",
+  "^%s*%(%.%.%.tail calls%.%.%.%)$",
+}
+
+--- Take the scheduler's frames out of a traceback.
+---@param text string as debug.traceback makes it
+---@return string frames one a line, without the heading
+function M.clean(text)
+  local kept = {}
+  for line in text:gmatch("[^\n]+") do
+    local noise = line == "stack traceback:"
+    for _, pattern in ipairs(NOISE) do
+      noise = noise or line:find(pattern) ~= nil
+    end
+    if not noise then
+      kept[#kept + 1] = line
+    end
+  end
+  return table.concat(kept, "\n")
+end
+
+--- The frames of a suspended task, those of its nested coroutines first.
+---@param task ciranda.Task
+---@return string
+function M.of_task(task)
+  local parts = {}
+  local chain = task.chain or {}
+  for index = #chain, 1, -1 do
+    parts[#parts + 1] = M.clean(debug.traceback(chain[index]))
+  end
+  parts[#parts + 1] = M.clean(debug.traceback(task.co))
+  return (table.concat(parts, "\n"):gsub("\n\n+", "\n"))
+end
+
+--- A traceback followed by the frames of every task that was waiting for this one, up to the root.
+---@param task ciranda.Task
+---@param own string? the task's own frames
+---@return string
+function M.with_waiters(task, own)
+  own = own and M.clean(own) or ""
+  if own:find("waited for by", 1, true) then
+    return "stack traceback:\n" .. own
+  end
+  local parts = { "stack traceback:" }
+  if own ~= "" then
+    parts[#parts + 1] = own
+  end
+  parts[#parts + 1] = ("\tin task '%s'"):format(task.name)
+  local scope = task.scope
+  while scope do
+    local owner = scope.owner
+    parts[#parts + 1] = ("waited for by task '%s':"):format(owner.name)
+    local frames = M.of_task(owner)
+    if frames ~= "" then
+      parts[#parts + 1] = frames
+    end
+    scope = owner.scope
+  end
+  return table.concat(parts, "\n")
+end
+
+-- C functions through which Lua cannot suspend a coroutine, by the names people know them by.
+-- Those of this table may be replaced by the time they are looked for.
+local names
+local stock_resume = coroutine.resume
+
+local function c_functions()
+  if not names then
+    names = { [stock_resume] = "coroutine.resume" }
+    for _, library in ipairs({
+      "string",
+      "table",
+      "coroutine",
+      "debug",
+      "io",
+      "os",
+      "utf8",
+      "math",
+      "package",
+    }) do
+      for name, fn in pairs(package.loaded[library] or {}) do
+        if type(fn) == "function" then
+          names[fn] = library .. "." .. name
+        end
+      end
+    end
+    for name, fn in pairs(_G) do
+      if type(fn) == "function" then
+        names[fn] = name
+      end
+    end
+  end
+  return names
+end
+
+-- C functions through which Lua 5.4 can suspend.
+local SUSPENDABLE = { pcall = true, xpcall = true, dofile = true, ["coroutine.resume"] = true }
+
+-- What the user wrote, when that is not the function on the stack.
+local SAY = {
+  tostring = "tostring (a __tostring metamethod)",
+  print = "print (a __tostring metamethod)",
+  ["string.format"] = "string.format (a __tostring metamethod)",
+  require = "require (a module that waits while it is being loaded)",
+  ["string.gsub"] = "the function given to string.gsub",
+  ["table.sort"] = "the comparison given to table.sort",
+  ["coroutine.close"] = "coroutine.close (a __close metamethod)",
+  error = "the message handler of xpcall",
+}
+
+--- Name what keeps a coroutine from being suspended.
+---@param co thread
+---@param level integer where to begin
+---@return string
+function M.culprit(co, level)
+  local known = c_functions()
+  while true do
+    local info = debug.getinfo(co, level, "Snf")
+    if not info then
+      return "a C function"
+    end
+    if info.namewhat == "metamethod" and (info.name == "__gc" or info.name == "gc") then
+      return "a __gc metamethod"
+    elseif info.namewhat == "hook" then
+      return "a debug hook"
+    elseif info.what == "C" then
+      local name = known[info.func] or info.name
+      if not SUSPENDABLE[name] then
+        return SAY[name] or (name and "the C function " .. name) or "a C function"
+      end
+    end
+    level = level + 1
+  end
+end
+
+local function describe_wait(task)
+  if task.state ~= "waiting" or not task.op then
+    return task.state
+  end
+  local what = task.op.what
+  return "waiting for " .. (what == nil and "an operation" or tostring(what))
+end
+
+--- A text with every task that has not ended: what it waits for, its frames, its children below it.
+---@param scheduler ciranda.Scheduler
+---@return string
+function M.dump(scheduler)
+  local children, roots = {}, {}
+  for _, task in pairs(scheduler.live) do
+    local owner = task.scope and task.scope.owner
+    if owner and scheduler.live[owner.id] then
+      children[owner] = children[owner] or {}
+      table.insert(children[owner], task)
+    else
+      roots[#roots + 1] = task
+    end
+  end
+  local function by_id(a, b)
+    return a.id < b.id
+  end
+  local lines = {}
+  local function add(task, depth)
+    local indent = ("  "):rep(depth)
+    lines[#lines + 1] = ("%stask %d '%s': %s%s"):format(
+      indent,
+      task.id,
+      task.name,
+      describe_wait(task),
+      task.cancelled and " (cancelled)" or ""
+    )
+    if task.state ~= "running" then
+      for line in M.of_task(task):gmatch("[^\n]+") do
+        lines[#lines + 1] = indent .. "  " .. line:gsub("^%s+", "at ")
+      end
+    end
+    local below = children[task] or {}
+    table.sort(below, by_id)
+    for _, child in ipairs(below) do
+      add(child, depth + 1)
+    end
+  end
+  table.sort(roots, by_id)
+  for _, task in ipairs(roots) do
+    add(task, 0)
+  end
+  if #lines == 0 then
+    return "no tasks"
+  end
+  return table.concat(lines, "\n")
+end
+
+return M
