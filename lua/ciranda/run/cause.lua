@@ -3,42 +3,9 @@
 -- Pure: outcomes go in, a verdict comes out. In a gang one death makes many: the peers of a dead process
 -- see a closed socket and abort within a second. What counts is the worker that failed first by a clock
 -- corrected for each worker, with the peers' own words used to tell a consequence from a cause.
-local M = {}
+local signals = require("ciranda.fleet.signals")
 
---- Linux signal numbers (signal(7), x86 and ARM).
-local SIGNALS = {
-  "HUP",
-  "INT",
-  "QUIT",
-  "ILL",
-  "TRAP",
-  "ABRT",
-  "BUS",
-  "FPE",
-  "KILL",
-  "USR1",
-  "SEGV",
-  "USR2",
-  "PIPE",
-  "ALRM",
-  "TERM",
-  "STKFLT",
-  "CHLD",
-  "CONT",
-  "STOP",
-  "TSTP",
-  "TTIN",
-  "TTOU",
-  "URG",
-  "XCPU",
-  "XFSZ",
-  "VTALRM",
-  "PROF",
-  "WINCH",
-  "IO",
-  "PWR",
-  "SYS",
-}
+local M = {}
 
 --- What processes print when a peer has gone (gRPC, gloo, XLA's coordination service), as publicly reported.
 local PEER_LOST = {
@@ -57,31 +24,6 @@ local PEER_LOST = {
 --- A consequence may be seen before its cause has been recorded (the cause is still winding up), but not
 --- longer before than this, in seconds.
 local WINDOW = 30
-
---- "SIGKILL" for 9; nil for a number Linux has no name for.
----@param number integer
----@return string?
-function M.signal_name(number)
-  if SIGNALS[number] then
-    return "SIG" .. SIGNALS[number]
-  elseif number >= 34 and number <= 64 then
-    return "SIGRTMIN+" .. (number - 34)
-  end
-  return nil
-end
-
---- 9 for "SIGKILL" or "KILL"; nil for a name Linux does not have.
----@param name string
----@return integer?
-function M.signal_number(name)
-  local short = name:upper():gsub("^SIG", "")
-  for number, known in ipairs(SIGNALS) do
-    if known == short then
-      return number
-    end
-  end
-  return nil
-end
 
 ---@class ciranda.run.Outcome how one worker's part of an attempt ended
 ---@field worker ciranda.Worker
@@ -121,7 +63,7 @@ function M.describe_status(outcome)
     return string.format("%d (no exit record: %s)", status, outcome.lost)
   end
   local signal = outcome.signal or status > 128 and status - 128
-  local name = signal and M.signal_name(signal)
+  local name = signal and signals.name(signal)
   return name and string.format("%d (%s)", status, name) or tostring(status)
 end
 

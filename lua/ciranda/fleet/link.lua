@@ -1,0 +1,215 @@
+--- One worker's SSH connection: made when first used, shared by everything that runs there, made again when it
+-- has broken. Retrying is for connecting only; what has been sent to a worker is never sent twice from here.
+local err = require("ciranda.io.error")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- Failures of a connect that may pass: a machine that boots, a full accept queue, sshd's MaxStartups.
+local PASSING = { "refused", "reset", "closed", "timeout", "unreachable", "protocol" }
+
+--- Failures of a channel that mean that the connection is gone.
+local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", "lost" }
+
+---@class ciranda.fleet.Settings what a fleet's connections share
+---@field connect fun(options: table): any `ssh.connect`, or a stand-in with the same shape
+---@field user string?
+---@field keys any?
+---@field agent any?
+---@field known_hosts any?
+---@field host_key_policy string?
+---@field port integer?
+---@field timeouts table?
+---@field internal_ip boolean? true: internal addresses only; nil: the external one, if it answers
+---@field retry_for number seconds during which a failing connect is tried again
+---@field handshakes ciranda.task.Semaphore how many handshakes run at once
+---@field prefer_internal boolean? found out: the external address did not answer, the internal one did
+---@field on_address fun(worker: ciranda.Worker, kind: "external"|"internal")?
+
+---@class ciranda.fleet.Link
+---@field worker ciranda.Worker
+---@field private settings ciranda.fleet.Settings
+---@field private current any? the live connection
+---@field private lock ciranda.task.Semaphore
+---@field private closed boolean
+local Link = {}
+Link.__index = Link
+
+---@param worker ciranda.Worker
+---@param settings ciranda.fleet.Settings
+---@return ciranda.fleet.Link
+function M.new(worker, settings)
+  return setmetatable(
+    { worker = worker, settings = settings, lock = task.semaphore(1), closed = false },
+    Link
+  )
+end
+
+--- Was this failure one of the connection (and not an answer of the other side)?
+---@param e any
+---@return boolean
+function M.broken(e)
+  return err.is(e, table.unpack(BROKEN))
+end
+
+---@param worker ciranda.Worker
+---@return string "slice 1 worker 3 (10.0.0.7)"
+function M.title(worker)
+  return ("slice %d worker %d (%s)"):format(worker.slice, worker.index, worker.address or "no address")
+end
+
+--- The addresses to try, in order.
+---@param worker ciranda.Worker
+---@param settings ciranda.fleet.Settings
+---@return { kind: "external"|"internal", address: string }[]
+local function addresses(worker, settings)
+  local list = {}
+  local function add(kind, address)
+    if address and address ~= "" and not (list[1] and list[1].address == address) then
+      list[#list + 1] = { kind = kind, address = address }
+    end
+  end
+  if settings.internal_ip == true then
+    add("internal", worker.internal_address or worker.address)
+  elseif settings.internal_ip == false then
+    add("external", worker.address)
+  elseif settings.prefer_internal then
+    add("internal", worker.internal_address)
+    add("external", worker.address)
+  else
+    add("external", worker.address)
+    add("internal", worker.internal_address)
+  end
+  return list
+end
+
+---@private
+function Link:dial(place)
+  local worker, settings = self.worker, self.settings
+  return settings.handshakes:with(function()
+    return settings.connect({
+      host = worker.hostname or worker.name or place.address,
+      address = place.address,
+      port = worker.port or settings.port,
+      user = worker.user or settings.user,
+      keys = settings.keys,
+      agent = settings.agent,
+      pins = worker.pins,
+      known_hosts = settings.known_hosts,
+      host_key_policy = settings.host_key_policy,
+      timeouts = settings.timeouts,
+    })
+  end)
+end
+
+--- One round over the worker's addresses.
+---@private
+function Link:try_addresses()
+  local worker, settings = self.worker, self.settings
+  local list = addresses(worker, settings)
+  if #list == 0 then
+    err.raise({
+      code = "unreachable",
+      op = "connect",
+      target = M.title(worker),
+      message = settings.internal_ip == false and "it has no external address; give --INTERNAL_IP=true"
+        or "the provider knows no address for it",
+    })
+  end
+  local first_failure
+  for place_number, place in ipairs(list) do
+    local ok, result = pcall(self.dial, self, place)
+    if ok then
+      if place.kind == "internal" and place_number > 1 then
+        settings.prefer_internal = true
+      end
+      if settings.on_address then
+        settings.on_address(worker, place.kind)
+      end
+      return result
+    end
+    if not err.is(result, table.unpack(PASSING)) then
+      error(result, 0)
+    end
+    first_failure = first_failure or result
+  end
+  error(first_failure, 0)
+end
+
+--- Connects, trying again while the failure is one that may pass.
+---@private
+function Link:dial_until()
+  local deadline = uv.hrtime() / 1e9 + self.settings.retry_for
+  local pause = 0.25
+  while true do
+    if self.closed then
+      err.raise({
+        code = "closed",
+        op = "connect",
+        target = M.title(self.worker),
+        message = "the fleet has been closed",
+      })
+    end
+    local ok, result = pcall(self.try_addresses, self)
+    if ok then
+      return result
+    end
+    local now = uv.hrtime() / 1e9
+    if not err.is(result, table.unpack(PASSING)) or now + pause > deadline then
+      err.raise(err.wrap(result, { op = "connect", target = M.title(self.worker) }))
+    end
+    -- Jitter, so that a thousand workers do not come back in the same moment.
+    task.sleep(pause * (0.5 + math.random()))
+    pause = math.min(pause * 2, 4)
+  end
+end
+
+--- The live connection; connects when there is none. Only one task connects, the others wait for it.
+---@return any connection
+-- Raises the last connect's error, with the worker named, when none came about within `retry_for` seconds.
+function Link:connection()
+  if not self.current then
+    self.lock:with(function()
+      self.current = self.current or self:dial_until()
+    end)
+  end
+  return self.current
+end
+
+--- Gives up a connection that has failed, so that the next use makes a new one.
+---@param connection any the one that failed; a newer one is left alone
+function Link:drop(connection)
+  if self.current == connection then
+    self.current = nil
+  end
+  pcall(connection.close, connection)
+end
+
+--- Runs `fn(connection)`; when it fails because the connection broke, the connection is dropped and the error
+--- rises. Whether to try again is the caller's to know.
+---@param fn fun(connection: any): any
+---@return any
+function Link:use(fn)
+  local connection = self:connection()
+  local results = table.pack(pcall(fn, connection))
+  if results[1] then
+    return table.unpack(results, 2, results.n)
+  end
+  if M.broken(results[2]) then
+    self:drop(connection)
+  end
+  error(results[2], 0)
+end
+
+--- Closes the connection and makes no new one.
+function Link:close()
+  self.closed = true
+  if self.current then
+    local connection = self.current
+    self.current = nil
+    pcall(connection.close, connection)
+  end
+end
+
+return M

@@ -1,0 +1,532 @@
+--- The journal: what a run did, one fact a line, so that nothing is forgotten when the runner dies.
+--
+-- `$XDG_STATE_HOME/ciranda/runs/<run>/journal.jsonl` only ever grows. An **intent** (spending money, starting
+-- work) is on the disk before the call it speaks of; the state of a run is the fold of its facts. The journal
+-- is the run's lock as well: each runner writes that it is there and then reads who was there before it.
+local err = require("ciranda.io.error")
+local json = require("ciranda.io.json")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+local DIRECTORY_MODE = 448 -- 0700: commands and their arguments are the user's own business
+local FILE_MODE = 384 -- 0600
+
+--- The directory that holds all runs.
+---@return string
+-- Raises "failed" when neither XDG_STATE_HOME nor HOME says where.
+function M.directory()
+  local state = os.getenv("XDG_STATE_HOME")
+  if not state or state:sub(1, 1) ~= "/" then
+    local home = os.getenv("HOME")
+    if not home or home:sub(1, 1) ~= "/" then
+      err.raise({
+        code = "failed",
+        op = "journal",
+        message = "neither XDG_STATE_HOME nor HOME is an absolute path: there is no place for the journal",
+      })
+    end
+    state = home .. "/.local/state"
+  end
+  return state .. "/ciranda/runs"
+end
+
+--- Is this fit to be a run's name? It names directories here and on the workers.
+---@param run string
+---@return boolean
+function M.valid_name(run)
+  return type(run) == "string" and #run <= 128 and run:match("^[%w_][%w_.%-]*$") ~= nil
+end
+
+---@param run string
+---@param level integer
+local function check_name(run, level)
+  if not M.valid_name(run) then
+    err.misuse(
+      level + 1,
+      "%q cannot be a run's name: letters, digits, '_', '-' and '.', at most 128, not beginning with '-' or '.'",
+      tostring(run)
+    )
+  end
+end
+
+---@param path string
+local function make_directories(path)
+  local made = ""
+  for part in path:gmatch("[^/]+") do
+    made = made .. "/" .. part
+    local ok, message, name = uv.fs_mkdir(made, DIRECTORY_MODE)
+    if not ok and name ~= "EEXIST" then
+      -- A directory above may be one that we may not write to but that is there.
+      local stat = uv.fs_stat(made)
+      if not stat or stat.type ~= "directory" then
+        err.raise(err.wrap(message, { op = "journal: mkdir", target = made }))
+      end
+    end
+  end
+end
+
+---@param path string
+---@return string? text nil when there is no such file
+local function read_file(path)
+  local fd, message, name = uv.fs_open(path, "r", 0)
+  if not fd then
+    if name == "ENOENT" then
+      return nil
+    end
+    err.raise(err.wrap(message, { op = "journal: read", target = path }))
+  end
+  local pieces = {}
+  while true do
+    local bytes, problem = uv.fs_read(fd, 1048576)
+    if not bytes then
+      uv.fs_close(fd)
+      err.raise(err.wrap(problem, { op = "journal: read", target = path }))
+    elseif bytes == "" then
+      break
+    end
+    pieces[#pieces + 1] = bytes
+  end
+  uv.fs_close(fd)
+  return table.concat(pieces)
+end
+
+--- A process's start time in clock ticks since boot (field 22 of /proc/PID/stat), which tells it from a later
+--- process with the same number; nil when there is no such process.
+---@param pid integer
+---@return integer?
+local function start_time(pid)
+  local file = io.open(("/proc/%d/stat"):format(pid))
+  if not file then
+    return nil
+  end
+  local text = file:read("a")
+  file:close()
+  local after_name = text:match("^.*%)(.*)$")
+  local count = 0
+  for field in (after_name or ""):gmatch("%S+") do
+    count = count + 1
+    if count == 1 and (field == "Z" or field == "X") then
+      return nil
+    elseif count == 20 then
+      return math.tointeger(tonumber(field))
+    end
+  end
+  return nil
+end
+
+---@return string
+local function boot_id()
+  local file = io.open("/proc/sys/kernel/random/boot_id")
+  if not file then
+    return ""
+  end
+  local text = file:read("l")
+  file:close()
+  return text or ""
+end
+
+---@class ciranda.journal.Runner
+---@field id string
+---@field pid integer
+---@field start_time integer?
+---@field boot_id string
+---@field host string
+
+--- Is the process that wrote a runner fact still there? "unknown" for one on another machine that shares this
+--- state directory.
+---@param runner ciranda.journal.Runner
+---@return "alive"|"dead"|"unknown"
+function M.runner_state(runner)
+  if runner.host ~= uv.os_gethostname() then
+    return "unknown"
+  elseif runner.boot_id ~= boot_id() then
+    return "dead"
+  end
+  local began = start_time(runner.pid)
+  return began and began == runner.start_time and "alive" or "dead"
+end
+
+--- Reads facts from a journal's text.
+--
+-- A line that cannot be read is one that a crash or a full disk tore: it is skipped when it is the last one or
+-- when the fact after it says so. Elsewhere it means that somebody changed the file.
+---@param text string
+---@param path string for messages
+---@return table[] facts, integer? torn the number of the torn last line
+function M.parse(text, path)
+  local facts, torn = {}, nil
+  local number = 0
+  for line, ending in text:gmatch("([^\n]*)(\n?)") do
+    if line == "" and ending == "" then
+      break
+    end
+    number = number + 1
+    local ok, fact = pcall(json.decode, line)
+    local good = ok and type(fact) == "table" and type(fact.fact) == "string" and ending == "\n"
+    if torn and not (good and fact.fact == "torn") then
+      err.raise({
+        code = "parse",
+        op = "journal",
+        target = path,
+        message = ("%s: line %d is no fact; the journal was changed by hand or the disk is damaged"):format(
+          path,
+          torn
+        ),
+      })
+    end
+    torn = nil
+    if not good then
+      torn = number
+    elseif fact.fact ~= "torn" then
+      facts[#facts + 1] = fact
+    end
+  end
+  return facts, torn
+end
+
+---@class ciranda.journal.Object a thing in the cloud that a run asked for
+---@field kind string "queued_resource", "node", "bucket_object"
+---@field name string
+---@field project string?
+---@field zone string?
+---@field request_id string? that makes repeating the create harmless
+---@field phase "intent"|"created"|"failed"|"deleting"|"gone"
+---@field keep string? why it outlives its runner ("job": the job on it goes on)
+
+---@class ciranda.journal.State the fold of a journal
+---@field run string
+---@field recipe string?
+---@field runners ciranda.journal.Runner[] those that have not said goodbye, oldest first
+---@field objects table<string, ciranda.journal.Object> by "kind name"
+---@field attempts table[] in order; each { attempt, gone, command, workers, exits, ended, ... }
+---@field ended { status: integer, kind: string }? how the last runner ended
+---@field first_us integer? time of the first fact, microseconds since 1970
+---@field last_us integer?
+
+---@param run string
+---@return ciranda.journal.State
+local function empty_state(run)
+  return { run = run, runners = {}, objects = {}, attempts = {}, attempt_by_id = {} }
+end
+
+local FOLD = {}
+
+function FOLD.run(state, fact)
+  state.recipe, state.arguments = fact.recipe, fact.arguments
+end
+
+function FOLD.runner(state, fact)
+  table.insert(state.runners, fact)
+  state.ended = nil
+end
+
+function FOLD.left(state, fact)
+  for place, runner in ipairs(state.runners) do
+    if runner.id == fact.id then
+      table.remove(state.runners, place)
+      break
+    end
+  end
+  state.ended = { status = fact.status, kind = fact.kind }
+end
+
+function FOLD.object(state, fact)
+  local key = fact.kind .. " " .. fact.name
+  local known = state.objects[key]
+  if not known or (known.phase == "gone" and fact.phase == "intent") then
+    known = {}
+    state.objects[key] = known
+  end
+  for name, value in pairs(fact) do
+    if name ~= "fact" and name ~= "us" then
+      known[name] = value
+    end
+  end
+end
+
+function FOLD.attempt(state, fact)
+  local attempt = { exits = {}, staged = {} }
+  for name, value in pairs(fact) do
+    attempt[name] = value
+  end
+  table.insert(state.attempts, attempt)
+  state.attempt_by_id[fact.attempt] = attempt
+end
+
+--- Facts about one attempt change that attempt; one about an attempt nobody announced is ignored.
+local function about_attempt(change)
+  return function(state, fact)
+    local attempt = state.attempt_by_id[fact.attempt]
+    if attempt then
+      change(attempt, fact)
+    end
+  end
+end
+
+FOLD.staged = about_attempt(function(attempt, fact)
+  attempt.staged[fact.slice .. "/" .. fact.worker] = fact
+end)
+FOLD.go = about_attempt(function(attempt, fact)
+  attempt.gone = fact.us
+end)
+FOLD.exit = about_attempt(function(attempt, fact)
+  attempt.exits[fact.slice .. "/" .. fact.worker] = fact
+end)
+FOLD.stop = about_attempt(function(attempt, fact)
+  attempt.stopped = fact
+end)
+FOLD.saved = about_attempt(function(attempt, fact)
+  attempt.saved = fact.step
+end)
+FOLD.attempt_end = about_attempt(function(attempt, fact)
+  attempt.ended = fact
+end)
+
+--- Folds facts into the state of a run. Facts of kinds it does not know are kept out, not refused: a newer
+--- version may have written them.
+---@param run string
+---@param facts table[]
+---@return ciranda.journal.State
+function M.fold(run, facts)
+  local state = empty_state(run)
+  for _, fact in ipairs(facts) do
+    state.first_us = state.first_us or fact.us
+    state.last_us = fact.us or state.last_us
+    local change = FOLD[fact.fact]
+    if change then
+      change(state, fact)
+    end
+  end
+  return state
+end
+
+---@param run string
+---@return string
+function M.path(run)
+  return M.directory() .. "/" .. run .. "/journal.jsonl"
+end
+
+--- The state of a run, or nil when there is no such run.
+---@param run string
+---@return ciranda.journal.State?
+-- Raises "parse" when the journal has been damaged, "io" and the like when it cannot be read.
+function M.read(run)
+  check_name(run, 1)
+  local path = M.path(run)
+  local text = read_file(path)
+  return text and M.fold(run, (M.parse(text, path)))
+end
+
+--- The names of all runs, sorted.
+---@return string[]
+function M.list()
+  local names = {}
+  local scan = uv.fs_scandir(M.directory())
+  while scan do
+    local name = uv.fs_scandir_next(scan)
+    if not name then
+      break
+    end
+    if M.valid_name(name) and uv.fs_stat(M.path(name)) then
+      names[#names + 1] = name
+    end
+  end
+  table.sort(names)
+  return names
+end
+
+---@class ciranda.Journal
+---@field run string
+---@field path string
+---@field directory string the run's own directory on the runner
+---@field private fd integer?
+---@field private id string this runner's
+---@field private facts table[]
+---@field private folded ciranda.journal.State?
+local Journal = {}
+Journal.__index = Journal
+
+---@param fact table
+---@return string
+local function encode(fact)
+  return json.encode(fact) .. "\n"
+end
+
+--- Waits until what was written is on the disk.
+---@private
+function Journal:sync()
+  local fd = self.fd
+  local problem = task.shield(task.await, function(done)
+    uv.fs_fsync(fd, function(message)
+      done(nil, message)
+    end)
+    return function()
+      return false
+    end
+  end)
+  if problem then
+    err.raise(err.wrap(problem, { op = "journal: fsync", target = self.path }))
+  end
+end
+
+--- Appends a fact.
+---@param kind string
+---@param fields table?
+-- Raises "no_space" when the disk is full: the line is then cut off again.
+function Journal:append(kind, fields)
+  if not self.fd then
+    err.misuse(2, "the journal of run %s is closed", self.run)
+  end
+  local seconds, microseconds = uv.gettimeofday()
+  local fact = { fact = kind, us = seconds * 1000000 + microseconds }
+  for name, value in pairs(fields or {}) do
+    fact[name] = value
+  end
+  local line = encode(fact)
+  -- One write with O_APPEND: lines of two processes do not mix.
+  local written, message = uv.fs_write(self.fd, line, -1)
+  if written ~= #line then
+    if written then
+      local size = uv.fs_fstat(self.fd).size
+      uv.fs_ftruncate(self.fd, size - written)
+      message = "ENOSPC: the disk is full"
+    end
+    err.raise(err.wrap(message, { op = "journal: write", target = self.path }))
+  end
+  table.insert(self.facts, fact)
+  self.folded = nil
+end
+
+--- Appends a fact and returns when it is on the disk: to be called before the call that it speaks of.
+---@param kind string
+---@param fields table?
+function Journal:intent(kind, fields)
+  self:append(kind, fields)
+  self:sync()
+end
+
+--- The fold of what this journal holds now.
+---@return ciranda.journal.State
+function Journal:state()
+  self.folded = self.folded or M.fold(self.run, self.facts)
+  return self.folded
+end
+
+--- Says goodbye: the run is free for another runner. Safe to call twice.
+---@param status integer? exit status
+---@param kind string? "user", "infra", ...
+function Journal:close(status, kind)
+  if self.fd then
+    local ok, problem = pcall(self.append, self, "left", { id = self.id, status = status, kind = kind })
+    uv.fs_close(self.fd)
+    self.fd = nil
+    if not ok then
+      error(problem, 0)
+    end
+  end
+end
+
+function Journal:__close()
+  self:close()
+end
+
+function Journal:__gc()
+  if self.fd then
+    uv.fs_close(self.fd)
+    self.fd = nil
+  end
+end
+
+---@param bytes integer
+---@return string hexadecimal digits
+local function random_hex(bytes)
+  return (uv.random(bytes):gsub(".", function(char)
+    return ("%02x"):format(char:byte())
+  end))
+end
+
+--- A name for a new attempt: its number in this journal, and six random digits so that two runners that use
+--- one run name from two machines cannot meet in one directory on the workers.
+---@return string
+function Journal:new_attempt_id()
+  return ("%04d-%s"):format(#self:state().attempts + 1, random_hex(3))
+end
+
+--- Opens a run's journal for writing, and makes the run when it is new.
+---@param run string
+---@param options { recipe: string?, arguments: string[]?, take: boolean? }? take: go on although a runner on
+---  another machine never said goodbye
+---@return ciranda.Journal journal to be closed; a `<close>` variable may hold it
+-- Raises "busy" when another runner has this run now.
+function M.open(run, options)
+  check_name(run, 1)
+  options = options or {}
+  local path = M.path(run)
+  local directory = path:match("^(.*)/[^/]*$")
+  make_directories(directory)
+  local fd, message = uv.fs_open(path, "a+", FILE_MODE)
+  if not fd then
+    err.raise(err.wrap(message, { op = "journal: open", target = path }))
+  end
+  local journal = setmetatable(
+    { run = run, path = path, directory = directory, fd = fd, facts = {}, id = random_hex(8) },
+    Journal
+  )
+  local text = read_file(path) or ""
+  if text ~= "" and text:sub(-1) ~= "\n" then
+    -- A crash tore the last line. It stays, closed by a newline and a fact that says so.
+    uv.fs_write(fd, "\n", -1)
+    journal:append("torn")
+  elseif select(2, M.parse(text, path)) then
+    journal:append("torn")
+  end
+  local is_new = text == ""
+  if is_new then
+    journal:append("run", { run = run, recipe = options.recipe, arguments = options.arguments })
+  end
+  -- luv gives the number as a float.
+  local pid = math.tointeger(uv.os_getpid())
+  journal:intent("runner", {
+    id = journal.id,
+    pid = pid,
+    start_time = start_time(pid),
+    boot_id = boot_id(),
+    host = uv.os_gethostname(),
+  })
+  if is_new then
+    -- The name of the file is on the disk too.
+    local parent = uv.fs_open(directory, "r", 0)
+    if parent then
+      uv.fs_fsync(parent)
+      uv.fs_close(parent)
+    end
+  end
+  journal.facts = M.parse(read_file(path), path)
+  -- Who wrote first has the run: the order of lines in the file is the same for every reader.
+  for _, runner in ipairs(journal:state().runners) do
+    if runner.id == journal.id then
+      break
+    end
+    local state = M.runner_state(runner)
+    if state == "alive" or (state == "unknown" and not options.take) then
+      journal:append("left", { id = journal.id, kind = "busy" })
+      uv.fs_close(journal.fd)
+      journal.fd = nil
+      err.raise({
+        code = "busy",
+        op = "journal",
+        target = run,
+        message = ("run %s is in the hands of process %d on %s; wait for it, end it, or use another run name"):format(
+          run,
+          runner.pid,
+          runner.host
+        ),
+      })
+    end
+  end
+  return journal
+end
+
+return M
