@@ -1,6 +1,9 @@
 # embed.cmake - makes a C file of the Lua modules (and the guard) for engine/embedded.h.
 #
-#   cmake -DOUTPUT=embedded_data.c -DMODULES="name|chunk path|file;..." [-DGUARD=file] -P embed.cmake
+#   cmake -DOUTPUT=embedded_data.c -DMODULES=list [-DGUARD=file] -P embed.cmake
+#
+# `list` is a file of lines "name path file": the module's name, the chunk's name and the file to read. A blank parts them
+# because it sorts before '.', so that sorted lines are sorted names, as engine/embedded.c searches them.
 #
 # Sources are embedded as they are, not stripped, so that line numbers in tracebacks hold.
 cmake_policy(VERSION 3.20)
@@ -18,7 +21,7 @@ set(count 0)
 file(STRINGS "${MODULES}" MODULE_LINES)
 list(SORT MODULE_LINES)
 foreach(line IN LISTS MODULE_LINES)
-  if(NOT line MATCHES "^([^|]+)\\|([^|]+)\\|(.+)$")
+  if(NOT line MATCHES "^([^ ]+) ([^ ]+) (.+)$")
     message(FATAL_ERROR "embed.cmake: bad line: ${line}")
   endif()
   set(name "${CMAKE_MATCH_1}")

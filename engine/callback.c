@@ -9,8 +9,8 @@
 #include <unistd.h>
 
 /*
- * Message handler: leaves the error value as it is when it is a table (the library's errors carry their own traceback
- * once one is set here) and appends a traceback to anything else. [-1, +1, m]
+ * Message handler: leaves the error value as it is when it is a table (the library's errors carry
+ * their own traceback once one is set here) and appends a traceback to anything else. [-1, +1, m]
  */
 static int message_handler(lua_State *L) {
   if (lua_istable(L, 1)) {
@@ -27,8 +27,9 @@ static int message_handler(lua_State *L) {
 }
 
 /*
- * Report the error value on the top of the stack, which is popped: to the function that the library has registered
- * (engine.on_fatal), else to standard error and the end of the process. Never throws.
+ * Report the error value on the top of the stack, which is popped: to the function that the library
+ * has registered (engine.on_fatal), else to standard error and the end of the process. Never
+ * throws.
  */
 static void report(cir_runtime *rt, lua_State *L) {
   int ref = cir_fatal_ref(rt);
@@ -39,15 +40,17 @@ static void report(cir_runtime *rt, lua_State *L) {
       return;
   }
   const char *text = lua_tostring(L, -1);
-  fprintf(stderr, "ciranda: error in a callback: %s\n", text ? text : "(error value that is no string)");
+  fprintf(stderr, "ciranda: error in a callback: %s\n",
+          text ? text : "(error value that is no string)");
   fflush(stderr);
   _exit(1);
 }
 
 /*
- * Call the function below nargs values, with the message handler, as a turn of the loop (interrupt.h times it).
- * On success leaves nresults (or all, LUA_MULTRET) and returns their number; on failure leaves nothing, has reported
- * the error, and returns -1. [-(nargs+1), +nresults, -]
+ * Call the function below nargs values, with the message handler, as a turn of the loop
+ * (interrupt.h times it). On success leaves nresults (or all, LUA_MULTRET) and returns their
+ * number; on failure leaves nothing, has reported the error, and returns -1. [-(nargs+1),
+ * +nresults, -]
  */
 static int protected_call(cir_runtime *rt, lua_State *L, int nargs, int nresults) {
   int base = lua_gettop(L) - nargs;

@@ -352,6 +352,9 @@ static cir_http *client(lua_State *L) {
   lua_pop(L, 1);
   if (http != NULL)
     return http;
+  const char *problem = cir_curl_load();
+  if (problem != NULL)
+    luaL_error(L, "%s", problem);
   if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
     luaL_error(L, "libcurl cannot be initialised");
   http = lua_newuserdatauv(L, sizeof *http, 0);

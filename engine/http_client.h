@@ -14,8 +14,7 @@
 
 #include "buffer.h"
 #include "callback.h"
-
-#include <curl/curl.h>
+#include "lazy_curl.h"
 
 #define CIR_HTTP_HANDLE "ciranda.http.request"
 

@@ -1,9 +1,10 @@
 /*
  * interrupt.c - see interrupt.h.
  *
- * Facts this rests on (Lua 5.4, libuv 1.44): a hook belongs to one lua_State, so the scheduler tells which state is
- * running (engine.set_running); lua_sethook may be called from a signal handler; a C function cannot be interrupted;
- * threads of libuv's pool block no signals, so a handler that runs elsewhere forwards to the main thread.
+ * Facts this rests on (Lua 5.4, libuv 1.44): a hook belongs to one lua_State, so the scheduler
+ * tells which state is running (engine.set_running); lua_sethook may be called from a signal
+ * handler; a C function cannot be interrupted; threads of libuv's pool block no signals, so a
+ * handler that runs elsewhere forwards to the main thread.
  */
 #include "interrupt.h"
 #include "callback.h"
@@ -19,15 +20,17 @@
 #include <unistd.h>
 
 enum {
-  CIR_LONG_TURN_MS = 100,    /* a turn longer than this is reported */
-  CIR_UNANSWERED_MS = 200,   /* a SIGINT not taken by the loop within this raises in the running code */
-  CIR_LEAVE_MS = 2000,       /* a second SIGINT not taken within this ends the process */
-  CIR_WATCH_MS = 50,         /* how often the watchdog looks */
+  CIR_LONG_TURN_MS = 100, /* a turn longer than this is reported */
+  CIR_UNANSWERED_MS =
+      200,             /* a SIGINT not taken by the loop within this raises in the running code */
+  CIR_LEAVE_MS = 2000, /* a second SIGINT not taken within this ends the process */
+  CIR_WATCH_MS = 50,   /* how often the watchdog looks */
   CIR_MAX_SIGNAL = 32,
   CIR_TRACE_ROOM = 8192
 };
 
-/* The signal by which the watchdog reaches the main thread. Real-time signals are free: libuv and Lua use none. */
+/* The signal by which the watchdog reaches the main thread. Real-time signals are free: libuv and
+ * Lua use none. */
 #define WATCH_SIGNAL (SIGRTMIN + 3)
 
 static struct {
@@ -38,17 +41,17 @@ static struct {
   pthread_mutex_t lock;
   pthread_cond_t wake;
   bool started;
-  bool ending;                           /* guarded by lock */
-  _Atomic(lua_State *) running;          /* the state that executes now; NULL: the main state */
-  _Atomic int64_t turn_started;          /* ms of the monotonic clock, 0 between turns */
-  _Atomic int64_t interrupted_at;        /* ms of the first SIGINT that the loop has not taken, else 0 */
-  _Atomic int64_t again_at;              /* ms of the second one, else 0 */
-  _Atomic bool raise;                    /* the hook shall raise "interrupted" */
-  _Atomic bool trace;                    /* the hook shall write down a traceback */
+  bool ending;                    /* guarded by lock */
+  _Atomic(lua_State *) running;   /* the state that executes now; NULL: the main state */
+  _Atomic int64_t turn_started;   /* ms of the monotonic clock, 0 between turns */
+  _Atomic int64_t interrupted_at; /* ms of the first SIGINT that the loop has not taken, else 0 */
+  _Atomic int64_t again_at;       /* ms of the second one, else 0 */
+  _Atomic bool raise;             /* the hook shall raise "interrupted" */
+  _Atomic bool trace;             /* the hook shall write down a traceback */
   volatile sig_atomic_t pending[CIR_MAX_SIGNAL];
   bool caught[CIR_MAX_SIGNAL];
-  int depth;                             /* nesting of turns */
-  bool traced;                           /* this turn's traceback is in trace_text */
+  int depth;   /* nesting of turns */
+  bool traced; /* this turn's traceback is in trace_text */
   char trace_text[CIR_TRACE_ROOM];
   int signal_ref, blocked_ref, fatal_ref;
   struct termios terminal;
@@ -71,7 +74,8 @@ static int64_t now_ms(void) {
   return (int64_t)ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
 }
 
-/* Runs inside the Lua code that is executing. May throw: that is its purpose when I.raise is set. */
+/* Runs inside the Lua code that is executing. May throw: that is its purpose when I.raise is set.
+ */
 static void hook(lua_State *L, lua_Debug *ar) {
   (void)ar;
   lua_sethook(L, NULL, 0, 0);
@@ -94,7 +98,8 @@ static void hook(lua_State *L, lua_Debug *ar) {
   }
 }
 
-/* On the main thread, at the watchdog's request: make the running state call the hook at its next instruction. */
+/* On the main thread, at the watchdog's request: make the running state call the hook at its next
+ * instruction. */
 static void on_watch_signal(int number) {
   (void)number;
   if (atomic_load(&I.turn_started) == 0)
@@ -270,7 +275,8 @@ static int signal_number(lua_State *L, int index) {
   return luaL_error(L, "the engine does not handle the signal '%s'", name);
 }
 
-/* engine.catch_signal(name): from now on name is told to on_signal's function instead of its default. [-1, +0, e] */
+/* engine.catch_signal(name): from now on name is told to on_signal's function instead of its
+ * default. [-1, +0, e] */
 static int l_catch_signal(lua_State *L) {
   int number = signal_number(L, 1);
   struct sigaction action, before;
@@ -323,10 +329,12 @@ static int l_on_fatal(lua_State *L) {
 }
 
 void cir_interrupt_register(lua_State *L) {
-  static const luaL_Reg functions[] = {
-      {"set_running", l_set_running},       {"catch_signal", l_catch_signal},
-      {"release_signal", l_release_signal}, {"on_signal", l_on_signal},
-      {"on_blocked", l_on_blocked},         {"on_fatal", l_on_fatal},
-      {NULL, NULL}};
+  static const luaL_Reg functions[] = {{"set_running", l_set_running},
+                                       {"catch_signal", l_catch_signal},
+                                       {"release_signal", l_release_signal},
+                                       {"on_signal", l_on_signal},
+                                       {"on_blocked", l_on_blocked},
+                                       {"on_fatal", l_on_fatal},
+                                       {NULL, NULL}};
   luaL_setfuncs(L, functions, 0);
 }

@@ -1,9 +1,10 @@
 /*
  * line_editor.c - ciranda.core.edit: the REPL's input line, libedit driven by the loop.
  *
- * libedit keeps its state in globals, so there is one editor a process. While a line is being edited the terminal is
- * in libedit's mode; from the moment a line is complete until prompt() is called again it is as it was found, so that
- * what the line runs sees a terminal like any other program does.
+ * libedit keeps its state in globals, so there is one editor a process. While a line is being
+ * edited the terminal is in libedit's mode; from the moment a line is complete until prompt() is
+ * called again it is as it was found, so that what the line runs sees a terminal like any other
+ * program does.
  */
 #include "callback.h"
 #include "modules.h"
@@ -36,7 +37,8 @@ static void stop_editing(void) {
   rl_callback_handler_remove();
 }
 
-/* libedit has a whole line, or the end of input (NULL). The text is libedit's malloc and ours to free. */
+/* libedit has a whole line, or the end of input (NULL). The text is libedit's malloc and ours to
+ * free. */
 static void on_line(char *text) {
   lua_State *L = cir_main_state(E.rt);
   stop_editing();
@@ -73,7 +75,8 @@ static char **complete(const char *text, int start, int end) {
   char **words = NULL;
   if (cir_luv_call(L, 2, 1, 0) == 1 && lua_istable(L, -1)) {
     size_t count = lua_rawlen(L, -1);
-    /* readline's form: [0] is what all have in common, then the words, then NULL; one word stands in [0] alone. */
+    /* readline's form: [0] is what all have in common, then the words, then NULL; one word stands
+     * in [0] alone. */
     if (count > 0)
       words = calloc(count + 2, sizeof *words);
     size_t common = 0;
@@ -176,8 +179,8 @@ static int l_cancel(lua_State *L) {
 }
 
 /*
- * edit.print(text): write text above the line that is being edited and show that line again below it, as typed so
- * far; without one, just write. [-1, +0, e]
+ * edit.print(text): write text above the line that is being edited and show that line again below
+ * it, as typed so far; without one, just write. [-1, +0, e]
  */
 static int l_print(lua_State *L) {
   size_t length;
@@ -195,7 +198,8 @@ static int l_print(lua_State *L) {
   return 0;
 }
 
-/* edit.remember(text): add a line to the history and its file, which only the user may read. [-1, +0, e] */
+/* edit.remember(text): add a line to the history and its file, which only the user may read. [-1,
+ * +0, e] */
 static int l_remember(lua_State *L) {
   const char *text = luaL_checkstring(L, 1);
   if (text[0] == '\0')
@@ -221,10 +225,9 @@ static int l_close(lua_State *L) {
 }
 
 int luaopen_ciranda_core_edit(lua_State *L) {
-  static const luaL_Reg functions[] = {{"start", l_start},   {"prompt", l_prompt},
-                                       {"cancel", l_cancel}, {"print", l_print},
-                                       {"close", l_close},   {"remember", l_remember},
-                                       {NULL, NULL}};
+  static const luaL_Reg functions[] = {
+      {"start", l_start}, {"prompt", l_prompt},     {"cancel", l_cancel}, {"print", l_print},
+      {"close", l_close}, {"remember", l_remember}, {NULL, NULL}};
   luaL_newlib(L, functions);
   return 1;
 }

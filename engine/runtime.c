@@ -16,7 +16,10 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CIR_DRAIN_MS = 5000 /* how long shutdown waits for handles and pool work before it leaves without */ };
+enum {
+  CIR_DRAIN_MS =
+      5000 /* how long shutdown waits for handles and pool work before it leaves without */
+};
 
 typedef struct deferred {
   struct deferred *next;
@@ -42,7 +45,8 @@ struct cir_runtime {
   char **argv;
 };
 
-/* There is one runtime a process; its address is also kept in the extra space of each state (lua_getextraspace). */
+/* There is one runtime a process; its address is also kept in the extra space of each state
+ * (lua_getextraspace). */
 cir_runtime *cir_runtime_of(lua_State *L) {
   return *(cir_runtime **)lua_getextraspace(L);
 }
@@ -89,8 +93,9 @@ void cir_on_shutdown(cir_runtime *rt, void (*fn)(void *), void *arg) {
 }
 
 /*
- * Finds an embedded module; with --lua-dir, the file of that directory first. Chunks are named as files are, so that
- * tracebacks read well. Returns false when there is none; raises a syntax error. [-0, +1 on success, e]
+ * Finds an embedded module; with --lua-dir, the file of that directory first. Chunks are named as
+ * files are, so that tracebacks read well. Returns false when there is none; raises a syntax error.
+ * [-0, +1 on success, e]
  */
 static bool load_module(lua_State *L, const char *name) {
   cir_runtime *rt = cir_runtime_of(L);
@@ -145,7 +150,8 @@ static int l_embedded(lua_State *L) {
   return 1;
 }
 
-/* engine.guard() -> the bytes of ciranda-guard for x86-64, or nil when this build carries none. [-0, +1, m] */
+/* engine.guard() -> the bytes of ciranda-guard for x86-64, or nil when this build carries none.
+ * [-0, +1, m] */
 static int l_guard(lua_State *L) {
   if (cir_guard_size == 0)
     lua_pushnil(L);
@@ -161,16 +167,17 @@ static int l_exit_now(lua_State *L) {
   _exit(status);
 }
 
-/* engine.loop_alive() -> whether a referenced handle or request keeps the loop alive, deferred work included. */
+/* engine.loop_alive() -> whether a referenced handle or request keeps the loop alive, deferred work
+ * included. */
 static int l_loop_alive(lua_State *L) {
   lua_pushboolean(L, uv_loop_alive(cir_loop(cir_runtime_of(L))));
   return 1;
 }
 
 int luaopen_ciranda_core_engine(lua_State *L) {
-  static const luaL_Reg functions[] = {{"load", l_load},         {"embedded", l_embedded},
-                                       {"guard", l_guard},       {"exit_now", l_exit_now},
-                                       {"loop_alive", l_loop_alive}, {NULL, NULL}};
+  static const luaL_Reg functions[] = {
+      {"load", l_load},         {"embedded", l_embedded},     {"guard", l_guard},
+      {"exit_now", l_exit_now}, {"loop_alive", l_loop_alive}, {NULL, NULL}};
   cir_runtime *rt = cir_runtime_of(L);
   luaL_newlib(L, functions);
   cir_interrupt_register(L);
@@ -218,7 +225,8 @@ static int l_walk(lua_State *L) {
   return 0;
 }
 
-/* signal:start, refused for SIGINT: luv would leave the process without a handler when it stops. [-n, +n, e] */
+/* signal:start, refused for SIGINT: luv would leave the process without a handler when it stops.
+ * [-n, +n, e] */
 static int l_signal_start(lua_State *L) {
   bool interrupt = false;
   if (lua_type(L, 2) == LUA_TSTRING)
@@ -226,7 +234,8 @@ static int l_signal_start(lua_State *L) {
   else if (lua_isinteger(L, 2))
     interrupt = lua_tointeger(L, 2) == 2;
   if (interrupt)
-    return luaL_error(L, "SIGINT belongs to the engine; cancel a task or use the recipe's on_interrupt instead");
+    return luaL_error(
+        L, "SIGINT belongs to the engine; cancel a task or use the recipe's on_interrupt instead");
   int count = lua_gettop(L);
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
@@ -237,17 +246,19 @@ static int l_signal_start(lua_State *L) {
 /* luaopen_luv, mended for a loop that is shared. [-0, +1, e] */
 static int open_luv(lua_State *L) {
   luaopen_luv(L);
+  int module = lua_gettop(L);
   lua_pushcfunction(L, l_walk);
   lua_setfield(L, -2, "walk");
   lua_getfield(L, -1, "signal_start");
   lua_pushcclosure(L, l_signal_start, 1);
   lua_pushvalue(L, -1);
   lua_setfield(L, -3, "signal_start");
-  if (luaL_getmetatable(L, "uv_signal") == LUA_TTABLE && lua_getfield(L, -1, "__index") == LUA_TTABLE) {
+  if (luaL_getmetatable(L, "uv_signal") == LUA_TTABLE &&
+      lua_getfield(L, -1, "__index") == LUA_TTABLE) {
     lua_pushvalue(L, -3);
     lua_setfield(L, -2, "start");
   }
-  lua_settop(L, 2);
+  lua_settop(L, module);
   return 1;
 }
 
@@ -261,7 +272,8 @@ static const luaL_Reg PRELOAD[] = {{"luv", open_luv},
                                    {"ciranda.core.edit", luaopen_ciranda_core_edit},
                                    {NULL, NULL}};
 
-/* Opens the libraries and boots ciranda.cli.main; leaves the exit status. Runs protected. [-0, +1, e] */
+/* Opens the libraries and boots ciranda.cli.main; leaves the exit status. Runs protected. [-0, +1,
+ * e] */
 static int boot(lua_State *L) {
   luaL_openlibs(L);
   luaL_getsubtable(L, LUA_REGISTRYINDEX, LUA_PRELOAD_TABLE);
@@ -321,8 +333,9 @@ static void drain_expired(uv_timer_t *timer) {
 }
 
 /*
- * Close everything that lives in the loop, run it dry, close the state, close the loop. When pool work outlasts
- * CIR_DRAIN_MS the process leaves with `status` at once, output flushed: libuv cannot cancel running pool work.
+ * Close everything that lives in the loop, run it dry, close the state, close the loop. When pool
+ * work outlasts CIR_DRAIN_MS the process leaves with `status` at once, output flushed: libuv cannot
+ * cancel running pool work.
  */
 static void shut_down(cir_runtime *rt, int status) {
   while (rt->hooks != NULL) {

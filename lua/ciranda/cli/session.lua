@@ -1,6 +1,7 @@
 --- One run of the root task: signals, os.exit, the report of what went wrong, the exit status.
 local engine = require("ciranda.core.engine")
 local errors = require("ciranda.io.error")
+local scheduler = require("ciranda.task.scheduler")
 local task = require("ciranda.task")
 
 local M = {}
@@ -81,7 +82,8 @@ end
 --- A turn of the loop that took long holds up whatever else is running; alone it harms nobody.
 local reported = {}
 local function on_blocked(traceback, seconds)
-  if task.count() < 2 or reported[traceback] then
+  local first = next(scheduler.live)
+  if not (first and next(scheduler.live, first)) or reported[traceback] then
     return
   end
   reported[traceback] = true
@@ -90,8 +92,9 @@ end
 
 --- What an uncaught error looks like to a person.
 ---@param err any
+---@param trace? string for a value that carries no traceback of its own
 ---@return integer status
-local function report(err)
+local function report(err, trace)
   local code = errors.is(err) and err.code or nil
   if code == "usage" then
     io.stderr:write("ciranda: ", err.message, "\n")
@@ -111,8 +114,11 @@ end
 ---@param fn fun(): integer? its value is the exit status, nil is 0
 ---@return integer status
 function M.run(fn)
-  require("ciranda.io.stdio").install()
-  require("ciranda.task.loader").install()
+  for _, name in ipairs { "ciranda.io.stdio", "ciranda.task.loader" } do
+    if engine.load(name) then
+      require(name).install()
+    end
+  end
   os.exit = orderly_exit ---@diagnostic disable-line: duplicate-set-field
   engine.on_signal(on_signal)
   engine.on_blocked(on_blocked)
@@ -127,7 +133,7 @@ function M.run(fn)
   for _, name in ipairs { "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT" } do
     engine.catch_signal(name)
   end
-  local ok, value = task.run_main(fn)
+  local ok, value, traceback = task.run_main(fn)
   io.stdout:flush()
   if exit_status then
     return exit_status
@@ -136,7 +142,7 @@ function M.run(fn)
   elseif interrupted_by or errors.is(value, "interrupted") then
     return M.interrupted_status()
   end
-  return report(value)
+  return report(value, traceback)
 end
 
 return M
