@@ -43,6 +43,9 @@ local M = {
   --- The task that `run_main` drives.
   ---@type ciranda.Task?
   root = nil,
+  --- Called with the error when nothing can wake any task; returns true when it has done something about it.
+  ---@type (fun(err: ciranda.Error): boolean?)?
+  on_deadlock = nil,
 }
 registry[REGISTRY_KEY] = M
 
@@ -785,6 +788,9 @@ local function deadlock(root)
       trace.dump(M)
     ),
   })
+  if M.on_deadlock and M.on_deadlock(err) then
+    return
+  end
   root.deadlock = err
   if root.cancelled then
     M.kill(root, err, "failed")

@@ -33,7 +33,7 @@ function M.new(on_child_end)
       "task.scope: only a task can open a scope; use task.run(function() ... end)"
     )
   end
-  local info = debug.getinfo(scheduler.user_level() + 1, "Sl")
+  local info = debug.getinfo(scheduler.user_level(), "Sl")
   local scope = setmetatable({
     owner = owner,
     children = {},
