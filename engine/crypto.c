@@ -234,13 +234,17 @@ static void work_file(work *own) {
   free(chunk);
 }
 
-/* Runs on a thread of the pool: no Lua. */
+/*
+ * Runs on a thread of the pool: no Lua. What OpenSSL keeps for a thread is given back here, since
+ * the pool's threads end after OpenSSL's own clean-up.
+ */
 static void on_work(uv_work_t *job) {
   work *own = CIR_CONTAINER_OF(job, work, job);
   if (own->path != NULL)
     work_file(own);
   else
     own->key = EVP_RSA_gen(own->bits);
+  OPENSSL_thread_stop();
 }
 
 static void work_free(work *own) {
