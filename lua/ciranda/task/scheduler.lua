@@ -307,6 +307,17 @@ function M.check_can_wait()
   return task
 end
 
+--- Whether the running code may wait: it is in a task, and nothing that cannot be suspended stands between.
+---@return boolean
+function M.can_wait()
+  local task = M.current
+  if not task or task.closing then
+    return false
+  end
+  local chain = task.chain
+  return co_running() == (chain and chain[#chain] or task.co) and obstacle(task) == nil
+end
+
 --- The one wait. `start(done)` begins an operation and returns a function that cancels it.
 ---
 --- `done(err, values...)` completes it, at any time, even before `start` has returned. The cancel function returns

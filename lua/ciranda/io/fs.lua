@@ -1,0 +1,668 @@
+--- Files and directories. In a task every call waits while the thread pool works; elsewhere it blocks.
+---
+--- Failures raise an error with the code ("not_found", "exists", "permission", "no_space", ...), the operation and the
+--- path. A path is a string of bytes; a NUL in it is refused. Sizes are bytes, modes are the twelve permission bits
+--- (420 is rw-r--r--), times are seconds since 1970.
+
+local uv = require("luv")
+local errors = require("ciranda.io.error")
+local scheduler = require("ciranda.task.scheduler")
+local sync = require("ciranda.task.sync")
+
+local M = {}
+
+local MODE_FILE = tonumber("644", 8)
+local MODE_DIRECTORY = tonumber("755", 8)
+local MODE_PRIVATE = tonumber("700", 8)
+local CHUNK = 64 * 1024
+
+--- "open /path: no such file or directory (ENOENT)" as an error value.
+local function failure(op, path, err)
+  local name, text = tostring(err):match("^(E[A-Z0-9]+): ([^:]+)")
+  if not name then
+    name, text = tostring(err), "it failed"
+  end
+  return errors.new({
+    code = errors.code_of(name),
+    op = "fs." .. op,
+    target = path,
+    message = ("%s (%s)"):format(text, name),
+    errno = name,
+  })
+end
+
+local function check_path(path, op)
+  if type(path) ~= "string" or path == "" or path:find("\0", 1, true) then
+    errors.misuse(
+      errors.level_outside("ciranda/io/fs"),
+      "fs.%s: a path expected, got %s",
+      op,
+      type(path) == "string" and ("%q"):format(path) or type(path)
+    )
+  end
+end
+
+--- Call a function of luv's, waiting for it in a task.
+---@param op string for messages
+---@param path string
+---@param fn function whose last argument is the callback
+---@return any value; raises the failure
+local function call(op, path, fn, ...)
+  if not scheduler.can_wait() then
+    local value, err = fn(...)
+    if value == nil then
+      errors.raise(failure(op, path, err))
+    end
+    return value
+  end
+  local args = table.pack(...)
+  return scheduler.await(function(done)
+    args[args.n + 1] = function(err, value)
+      if err then
+        return done(failure(op, path, err))
+      end
+      return done(nil, value)
+    end
+    local request, message = fn(table.unpack(args, 1, args.n + 1))
+    if not request then
+      done(failure(op, path, message))
+      return nil
+    end
+    return function()
+      -- One that has begun in the pool cannot be called back: its result is waited for.
+      uv.cancel(request)
+      return false
+    end
+  end, ("fs.%s %s"):format(op, path))
+end
+
+--- Call a function of ours; nil instead of the error when there is no such path.
+local function if_found(fn, ...)
+  local ok, result = pcall(fn, ...)
+  if ok then
+    return result
+  elseif errors.is(result, "not_found") then
+    return nil
+  end
+  error(result, 0)
+end
+
+--- Call a function of clean-up: a cancellation that comes now must not make it be left out.
+local function clean_up(fn, ...)
+  if scheduler.can_wait() then
+    return scheduler.shield(fn, ...)
+  end
+  return fn(...)
+end
+
+-- Paths ------------------------------------------------------------------------------------------------------------
+
+--- Join parts of a path with single slashes; an absolute part starts anew.
+---@param ... string
+---@return string
+function M.join(...)
+  local result = ""
+  for index = 1, select("#", ...) do
+    local part = (select(index, ...))
+    if part:sub(1, 1) == "/" or result == "" then
+      result = part
+    elseif part ~= "" then
+      result = (result:gsub("/+$", "")) .. "/" .. part
+    end
+  end
+  return result
+end
+
+--- The directory part: "/a/b" -> "/a", "b" -> ".", "/" -> "/".
+---@param path string
+---@return string
+function M.dirname(path)
+  local stripped = #path > 1 and path:gsub("/+$", "") or path
+  local parent = stripped:match("^(.*)/[^/]*$")
+  if not parent then
+    return "."
+  end
+  return parent == "" and "/" or parent
+end
+
+--- The last part: "/a/b" -> "b", "/a/b/" -> "b".
+---@param path string
+---@return string
+function M.basename(path)
+  return path:gsub("/+$", ""):match("([^/]*)$")
+end
+
+-- What is there ----------------------------------------------------------------------------------------------------
+
+---@class ciranda.Stat
+---@field type "file"|"directory"|"link"|"fifo"|"socket"|"char"|"block"|"unknown"
+---@field size integer bytes
+---@field mode integer permission bits
+---@field uid integer
+---@field gid integer
+---@field ino integer
+---@field dev integer
+---@field nlink integer
+---@field mtime number seconds
+---@field mtime_ns integer nanoseconds
+
+local function to_stat(raw)
+  return {
+    type = raw.type,
+    size = raw.size,
+    mode = raw.mode & tonumber("7777", 8),
+    uid = raw.uid,
+    gid = raw.gid,
+    ino = raw.ino,
+    dev = raw.dev,
+    nlink = raw.nlink,
+    mtime = raw.mtime.sec + raw.mtime.nsec / 1e9,
+    mtime_ns = raw.mtime.sec * 1000000000 + raw.mtime.nsec,
+  }
+end
+
+--- What a path is; a symbolic link is followed.
+---@async
+---@param path string
+---@return ciranda.Stat
+function M.stat(path)
+  check_path(path, "stat")
+  return to_stat(call("stat", path, uv.fs_stat, path))
+end
+
+--- What a path is; a symbolic link is not followed.
+---@async
+---@param path string
+---@return ciranda.Stat
+function M.lstat(path)
+  check_path(path, "lstat")
+  return to_stat(call("lstat", path, uv.fs_lstat, path))
+end
+
+--- The type of what a path leads to, or nil when there is nothing. Other failures (a directory that may not be
+--- searched) raise.
+---@async
+---@param path string
+---@return string? type as in `stat`
+function M.exists(path)
+  check_path(path, "exists")
+  local stat = if_found(call, "exists", path, uv.fs_stat, path)
+  return stat and stat.type
+end
+
+--- The absolute path without symbolic links.
+---@async
+---@param path string
+---@return string
+function M.realpath(path)
+  check_path(path, "realpath")
+  return call("realpath", path, uv.fs_realpath, path)
+end
+
+--- What a symbolic link says.
+---@async
+---@param path string
+---@return string
+function M.readlink(path)
+  check_path(path, "readlink")
+  return call("readlink", path, uv.fs_readlink, path)
+end
+
+-- Files ------------------------------------------------------------------------------------------------------------
+
+---@class ciranda.File
+---@field path string
+local File = {}
+File.__index = File
+
+function File:__tostring()
+  return ("file %s (%s)"):format(self.path, self.fd and "open" or "closed")
+end
+
+local FLAGS =
+  { r = true, ["r+"] = true, w = true, wx = true, ["w+"] = true, a = true, ax = true, ["a+"] = true }
+
+--- Open a file: `local f <close> = fs.open(path)`.
+---@async
+---@param path string
+---@param flags "r"|"r+"|"w"|"wx"|"w+"|"a"|"ax"|"a+"|nil "r"; x: it must not exist yet
+---@param mode integer? permission bits of a new file, less the umask; 644 octal
+---@return ciranda.File
+function M.open(path, flags, mode)
+  check_path(path, "open")
+  flags = flags or "r"
+  if not FLAGS[flags] then
+    errors.misuse(2, "fs.open: unknown flags '%s'", tostring(flags))
+  end
+  local fd = call("open", path, uv.fs_open, path, flags, mode or MODE_FILE)
+  return setmetatable({ fd = fd, path = path }, File)
+end
+
+local function descriptor(self, op)
+  if not self.fd then
+    errors.misuse(errors.level_outside("ciranda/io/fs"), "file:%s: %s is closed", op, self.path)
+  end
+  return self.fd
+end
+
+--- Read at most `size` bytes; fewer come before the end of the file only from pipes and devices.
+---@async
+---@param size integer? 64 KiB
+---@param offset integer? where to read; the present position when absent
+---@return string data "" at the end
+function File:read(size, offset)
+  return call("read", self.path, uv.fs_read, descriptor(self, "read"), size or CHUNK, offset or -1)
+end
+
+--- Write all bytes.
+---@async
+---@param data string
+---@param offset integer? where to write; the present position (or the end, for "a") when absent
+function File:write(data, offset)
+  local fd = descriptor(self, "write")
+  while #data > 0 do
+    local written = call("write", self.path, uv.fs_write, fd, data, offset or -1)
+    data = data:sub(written + 1)
+    offset = offset and offset + written
+  end
+end
+
+--- Have the system put everything on disk.
+---@async
+function File:sync()
+  call("sync", self.path, uv.fs_fsync, descriptor(self, "sync"))
+end
+
+---@async
+---@return ciranda.Stat
+function File:stat()
+  return to_stat(call("stat", self.path, uv.fs_fstat, descriptor(self, "stat")))
+end
+
+--- Set the length.
+---@async
+---@param size integer bytes
+function File:truncate(size)
+  call("truncate", self.path, uv.fs_ftruncate, descriptor(self, "truncate"), size)
+end
+
+--- Close; a second time does nothing.
+---@async
+function File:close()
+  local fd = self.fd
+  if fd then
+    self.fd = nil
+    clean_up(call, "close", self.path, uv.fs_close, fd)
+  end
+end
+
+function File:__close()
+  self:close()
+end
+
+--- Read a whole file, also those of /proc, whose size says 0.
+---@async
+---@param path string
+---@param limit integer? more bytes than this raise "invalid"
+---@return string
+function M.read(path, limit)
+  check_path(path, "read")
+  local file <close> = M.open(path)
+  local parts, size = {}, 0
+  while true do
+    local data = file:read()
+    if data == "" then
+      return table.concat(parts)
+    end
+    parts[#parts + 1] = data
+    size = size + #data
+    if limit and size > limit then
+      errors.raise({
+        code = "invalid",
+        op = "fs.read",
+        target = path,
+        message = ("it has more than the %d bytes allowed"):format(limit),
+      })
+    end
+  end
+end
+
+--- Put the entries of a directory on disk: a rename is not safe before.
+local function sync_directory(path)
+  local directory <close> = M.open(path)
+  local ok, err = pcall(directory.sync, directory)
+  -- Some file systems cannot; then the rename is as safe as it gets.
+  if not ok and not errors.is(err, "invalid", "unsupported") then
+    error(err, 0)
+  end
+end
+
+local temporary_count = 0
+
+local function temporary_name(path)
+  temporary_count = temporary_count + 1
+  return ("%s/.%s.%d.%d.tmp"):format(M.dirname(path), M.basename(path), uv.os_getpid(), temporary_count)
+end
+
+--- Write a whole file so that a reader, or a crash, finds the old content or the new, never a part: a temporary file
+--- beside it is written, put on disk and renamed. A symbolic link keeps pointing to where it did.
+---@async
+---@param path string
+---@param data string
+---@param options { mode: integer?, sync: boolean? }? mode: of the file; without one that of the old file, else 644
+---       octal less the umask. sync = false: do not wait for the disk
+function M.write(path, data, options)
+  check_path(path, "write")
+  if type(data) ~= "string" then
+    errors.misuse(2, "fs.write: a string expected, got %s", type(data))
+  end
+  options = options or {}
+  errors.check_options(options, { mode = true, sync = true }, "fs.write")
+  local mode = options.mode
+  local before = if_found(M.lstat, path)
+  if before and before.type == "link" and M.exists(path) then
+    path = M.realpath(path)
+    before = M.stat(path)
+  end
+  local kind = before and before.type
+  if kind == "directory" then
+    errors.raise({ code = "invalid", op = "fs.write", target = path, message = "it is a directory (EISDIR)" })
+  end
+  if kind and kind ~= "file" and kind ~= "link" then
+    -- A device or a pipe is written to, not replaced.
+    local file <close> = M.open(path, "r+")
+    return file:write(data)
+  end
+  local chosen = mode or (kind == "file" and before.mode) or nil
+  local temporary = temporary_name(path)
+  local kept = false
+  local _ <close> = setmetatable({}, {
+    __close = function()
+      if not kept then
+        clean_up(pcall, call, "remove", temporary, uv.fs_unlink, temporary)
+      end
+    end,
+  })
+  do
+    local file <close> = M.open(temporary, "wx", chosen or MODE_FILE)
+    if chosen then
+      call("chmod", path, uv.fs_fchmod, file.fd, chosen) -- the umask does not count then
+    end
+    file:write(data)
+    if options.sync ~= false then
+      file:sync()
+    end
+  end
+  call("write", path, uv.fs_rename, temporary, path)
+  kept = true
+  if options.sync ~= false then
+    sync_directory(M.dirname(path))
+  end
+end
+
+--- Add bytes to the end of a file, which is made when absent.
+---@async
+---@param path string
+---@param data string
+---@param mode integer? permission bits of a new file; 644 octal
+function M.append(path, data, mode)
+  check_path(path, "append")
+  local file <close> = M.open(path, "a", mode)
+  file:write(data)
+end
+
+---@class ciranda.Appender
+---@field path string
+local Appender = {}
+Appender.__index = Appender
+
+--- Open a file to add records that must survive a crash: `local journal <close> = fs.appender(path)`.
+---@async
+---@param path string made when absent
+---@param mode integer? permission bits of a new file; 644 octal
+---@return ciranda.Appender
+function M.appender(path, mode)
+  check_path(path, "appender")
+  local existed = M.exists(path) ~= nil
+  local file = M.open(path, "a", mode)
+  if not existed then
+    local ok, err = pcall(sync_directory, M.dirname(path))
+    if not ok then
+      file:close()
+      error(err, 0)
+    end
+  end
+  return setmetatable({ path = path, file = file, turn = sync.semaphore(1) }, Appender)
+end
+
+--- Add a record; returns when it is on disk. When the disk is full nothing of it is left behind. Several tasks may
+--- call it; their records do not mix.
+---@async
+---@param data string
+function Appender:append(data)
+  if type(data) ~= "string" then
+    errors.misuse(2, "appender:append: a string expected, got %s", type(data))
+  end
+  local function add()
+    local before = self.file:stat().size
+    local ok, err = pcall(function()
+      self.file:write(data)
+      call("sync", self.path, uv.fs_fdatasync, descriptor(self.file, "append"))
+    end)
+    if not ok then
+      pcall(self.file.truncate, self.file, before)
+      error(err, 0)
+    end
+  end
+  if scheduler.can_wait() then
+    -- Half a record is worse than a late cancellation.
+    return scheduler.shield(self.turn.with, self.turn, add)
+  end
+  return add()
+end
+
+--- Close; a second time does nothing.
+---@async
+function Appender:close()
+  self.file:close()
+end
+
+function Appender:__close()
+  self:close()
+end
+
+--- Copy a file with its permission bits. An existing target is overwritten.
+---@async
+---@param from string
+---@param to string
+function M.copy(from, to)
+  check_path(from, "copy")
+  check_path(to, "copy")
+  call("copy", from .. " to " .. to, uv.fs_copyfile, from, to)
+end
+
+--- Rename; an existing target file is replaced.
+---@async
+---@param from string
+---@param to string
+function M.rename(from, to)
+  check_path(from, "rename")
+  check_path(to, "rename")
+  call("rename", from .. " to " .. to, uv.fs_rename, from, to)
+end
+
+--- Set the permission bits.
+---@async
+---@param path string
+---@param mode integer
+function M.chmod(path, mode)
+  check_path(path, "chmod")
+  call("chmod", path, uv.fs_chmod, path, mode)
+end
+
+--- Make a symbolic link.
+---@async
+---@param target string what the link says
+---@param path string where the link is made
+function M.symlink(target, path)
+  check_path(target, "symlink")
+  check_path(path, "symlink")
+  call("symlink", path, uv.fs_symlink, target, path)
+end
+
+--- Remove a file or a symbolic link.
+---@async
+---@param path string
+---@param options { missing_ok: boolean? }?
+---@return boolean removed false when there was nothing and that is allowed
+function M.remove(path, options)
+  check_path(path, "remove")
+  options = options or {}
+  errors.check_options(options, { missing_ok = true }, "fs.remove")
+  if options.missing_ok then
+    return if_found(call, "remove", path, uv.fs_unlink, path) ~= nil
+  end
+  call("remove", path, uv.fs_unlink, path)
+  return true
+end
+
+-- Directories ------------------------------------------------------------------------------------------------------
+
+--- Make a directory.
+---@async
+---@param path string
+---@param mode integer? 755 octal less the umask
+function M.mkdir(path, mode)
+  check_path(path, "mkdir")
+  call("mkdir", path, uv.fs_mkdir, path, mode or MODE_DIRECTORY)
+end
+
+--- Make a directory and those above it that are missing. One that exists already is fine.
+---@async
+---@param path string
+---@param mode integer? of those made; 755 octal less the umask
+function M.mkdir_p(path, mode)
+  check_path(path, "mkdir_p")
+  local ok, err = pcall(M.mkdir, path, mode)
+  if ok then
+    return
+  end
+  if errors.is(err, "not_found") and err.errno == "ENOENT" and M.dirname(path) ~= path then
+    M.mkdir_p(M.dirname(path), mode)
+    return M.mkdir_p(path, mode)
+  end
+  if errors.is(err, "exists", "permission", "invalid") and M.exists(path) == "directory" then
+    return
+  end
+  error(err, 0)
+end
+
+---@class ciranda.Entry
+---@field name string
+---@field type string as in `stat`, of the entry itself: a symbolic link is "link"
+
+--- The entries of a directory, by name.
+---@async
+---@param path string
+---@return ciranda.Entry[]
+function M.list(path)
+  check_path(path, "list")
+  local scan = call("list", path, uv.fs_scandir, path)
+  local entries = {}
+  while true do
+    local name, kind = uv.fs_scandir_next(scan)
+    if not name then
+      break
+    end
+    entries[#entries + 1] = { name = name, type = kind }
+  end
+  for _, entry in ipairs(entries) do
+    if entry.type == nil or entry.type == "unknown" then
+      entry.type = M.lstat(M.join(path, entry.name)).type -- this file system does not tell in its listing
+    end
+  end
+  table.sort(entries, function(a, b)
+    return a.name < b.name
+  end)
+  return entries
+end
+
+--- Iterate over everything below a directory, a directory before what is in it, by name. Links are not followed.
+---
+---     for path, entry, relative in fs.walk("/etc") do ... end
+---
+---@async
+---@param root string
+---@param enter (fun(path: string, entry: ciranda.Entry): boolean)? false: do not go into this directory
+---@return fun(): string?, ciranda.Entry?, string?
+function M.walk(root, enter)
+  check_path(root, "walk")
+  local stack = {}
+  local function push(directory, relative)
+    local entries = M.list(directory)
+    for index = #entries, 1, -1 do
+      local entry = entries[index]
+      stack[#stack + 1] = {
+        path = M.join(directory, entry.name),
+        entry = entry,
+        relative = relative == "" and entry.name or relative .. "/" .. entry.name,
+      }
+    end
+  end
+  push(root, "")
+  local pending
+  return function()
+    if pending then
+      local directory = pending
+      pending = nil
+      if not enter or enter(directory.path, directory.entry) then
+        push(directory.path, directory.relative)
+      end
+    end
+    local top = table.remove(stack)
+    if not top then
+      return nil
+    end
+    if top.entry.type == "directory" then
+      pending = top
+    end
+    return top.path, top.entry, top.relative
+  end
+end
+
+--- Remove whatever a path is, with everything below it. A symbolic link is removed, never followed.
+---@async
+---@param path string
+---@return boolean existed
+function M.remove_tree(path)
+  check_path(path, "remove_tree")
+  local stat = if_found(M.lstat, path)
+  if not stat then
+    return false
+  end
+  if stat.type ~= "directory" then
+    return M.remove(path, { missing_ok = true })
+  end
+  for _, entry in ipairs(M.list(path)) do
+    M.remove_tree(M.join(path, entry.name))
+  end
+  if_found(call, "remove_tree", path, uv.fs_rmdir, path)
+  return true
+end
+
+--- Make a new private directory under TMPDIR, or /tmp.
+---@async
+---@param prefix string? of its name; "ciranda-"
+---@return string path
+function M.tempdir(prefix)
+  local parent = os.getenv("TMPDIR")
+  if not parent or parent == "" then
+    parent = "/tmp"
+  end
+  local template = M.join(parent, (prefix or "ciranda-") .. "XXXXXX")
+  local path = call("tempdir", template, uv.fs_mkdtemp, template)
+  call("chmod", path, uv.fs_chmod, path, MODE_PRIVATE)
+  return path
+end
+
+return M
