@@ -1,5 +1,6 @@
 --- Reading and writing a stream of luv (a pipe, a socket, a terminal) from a task, with back-pressure both ways.
 
+local uv = require("luv")
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")
 
@@ -163,6 +164,12 @@ function Reader:drain(sink)
   self:start()
 end
 
+--- Read up to the end and throw it away, so that the writer is not held up.
+function Reader:discard()
+  self.chunks, self.first, self.last, self.size = {}, 1, 0, 0
+  self:drain(function() end)
+end
+
 --- Stop reading and close the stream.
 function Reader:close()
   finish(self, nil)
@@ -172,11 +179,23 @@ end
 local Writer = {}
 Writer.__index = Writer
 
+-- The host ignores SIGPIPE. In plain Lua a handler that does nothing keeps a write to a closed pipe from killing us.
+local sigpipe
+
+local function survive_sigpipe()
+  if not sigpipe and not package.preload["ciranda.core.engine"] then
+    sigpipe = uv.new_signal()
+    sigpipe:start("sigpipe", function() end)
+    sigpipe:unref()
+  end
+end
+
 --- Write to a stream.
 ---@param stream userdata a uv_stream_t; the writer owns and closes it
 ---@param what string for messages
 ---@return ciranda.Writer
 function M.writer(stream, what)
+  survive_sigpipe()
   return setmetatable({ stream = stream, what = what, closed = false }, Writer)
 end
 

@@ -258,6 +258,15 @@ function Event:set()
   end
 end
 
+--- Call a function when it is set; at once when it is. The function must not wait.
+---@param fn fun()
+function Event:_on_set(fn)
+  if self.happened then
+    return fn()
+  end
+  self.waiting:add(fn)
+end
+
 ---@return boolean
 function Event:is_set()
   return self.happened
