@@ -192,13 +192,17 @@ local function use_colour(state)
   return state.colour
 end
 
-local function write(level, message, fields)
+local function write(level, message, fields, ...)
   local state = current()
   if RANK[level] > RANK[state.level] then
     return
   end
   if type(message) ~= "string" then
     message = errors.text(message)
+  end
+  if fields ~= nil and (type(fields) ~= "table" or getmetatable(fields)) then
+    message = message:format(fields, ...)
+    fields = nil
   end
   local line
   if state.form == "json" then
@@ -215,37 +219,37 @@ end
 
 --- Something failed that the user must know of.
 ---@param message any a string, or an error value
----@param fields table<string, any>? printed as key=value
-function M.error(message, fields)
-  write("error", message, fields)
+---@param ... any a table of fields, printed as key=value; or values for string.format
+function M.error(message, ...)
+  write("error", message, ...)
 end
 
 --- Something is not as it should be; the work goes on.
 ---@param message any
----@param fields table<string, any>?
-function M.warn(message, fields)
-  write("warn", message, fields)
+---@param ... any as for `error`
+function M.warn(message, ...)
+  write("warn", message, ...)
 end
 
 --- What a person who watches wants to see.
 ---@param message any
----@param fields table<string, any>?
-function M.info(message, fields)
-  write("info", message, fields)
+---@param ... any as for `error`
+function M.info(message, ...)
+  write("info", message, ...)
 end
 
 --- What helps to find a fault.
 ---@param message any
----@param fields table<string, any>?
-function M.debug(message, fields)
-  write("debug", message, fields)
+---@param ... any as for `error`
+function M.debug(message, ...)
+  write("debug", message, ...)
 end
 
 --- Everything.
 ---@param message any
----@param fields table<string, any>?
-function M.trace(message, fields)
-  write("trace", message, fields)
+---@param ... any as for `error`
+function M.trace(message, ...)
+  write("trace", message, ...)
 end
 
 --- Whether a line of this level would be written: ask before making an expensive one.

@@ -78,6 +78,7 @@ M.STDOUT = constant("STDOUT")
 ---@field pid integer
 ---@field code integer?     exit status; nil when a signal ended it
 ---@field signal string?    "SIGTERM" and the like
+---@field signal_number integer?
 ---@field stdout string?    when captured
 ---@field stderr string?
 local Result = {}
@@ -296,6 +297,7 @@ local function settle(self)
       pid = self.pid,
       code = self.exit_signal == 0 and self.exit_code or nil,
       signal = self.exit_signal ~= 0 and signal_name(self.exit_signal) or nil,
+      signal_number = self.exit_signal ~= 0 and self.exit_signal or nil,
       stdout = captured(self.captured_stdout),
       stderr = captured(self.captured_stderr),
     }, Result)
@@ -520,6 +522,19 @@ function Process:close()
     scheduler.shield(function()
       self.ended:wait()
     end)
+  end
+end
+
+--- Let go of our ends of its pipes: for a file of io.popen that is collected unclosed.
+function Process:_abandon()
+  if self.writer then
+    self.writer:close()
+  end
+  for _, what in ipairs({ "stdout", "stderr" }) do
+    local reader = self["reader_" .. what]
+    if reader then
+      reader:close()
+    end
   end
 end
 

@@ -16,9 +16,8 @@ local trace = require("ciranda.task.trace")
 local M = {}
 
 local WAIT = scheduler.WAIT
-local stock = coroutine -- the library's table; its functions are taken now, before they are replaced
-local stock_create, stock_resume, stock_yield = stock.create, stock.resume, stock.yield
-local stock_close, stock_running, stock_status = stock.close, stock.running, stock.status
+local stock_create, stock_resume, stock_yield = coroutine.create, coroutine.resume, coroutine.yield
+local stock_close, stock_running, stock_status = coroutine.close, coroutine.running, coroutine.status
 
 -- Coroutines that wait, each with the task that runs it. Nobody else may resume or close them.
 ---@type table<thread, ciranda.Task>
@@ -181,7 +180,7 @@ function M.install()
   end
   registry["ciranda.task.coroutines"] = M
   for _, name in ipairs({ "create", "wrap", "resume", "close", "yield" }) do
-    stock[name] = M[name]
+    rawset(coroutine, name, M[name])
   end
 end
 
