@@ -53,10 +53,18 @@ void cir_http_mark_ready(cir_http_request *request) {
   http->last_ready = &request->next_ready;
 }
 
-/* Take the request out of curl. Its connection is closed when the answer was not complete. */
+/*
+ * Take the request out of curl. Its connection is closed when the answer was not complete. What a
+ * paused transfer holds back is let out, into nothing, first: curl 7.88 forgets it when an HTTP/2
+ * stream ends while it is paused.
+ */
 static void leave_multi(cir_http_request *request) {
   if (!request->in_multi)
     return;
+  if (request->write_refused) {
+    request->discard = true;
+    curl_easy_pause(request->easy, CURLPAUSE_CONT);
+  }
   request->in_multi = false;
   curl_multi_remove_handle(request->http->multi, request->easy);
 }

@@ -45,6 +45,7 @@ typedef struct cir_http_request {
   bool head_complete, response_delivered;
   bool paused;        /* Lua wants no more data for now */
   bool write_refused; /* curl was told so and waits */
+  bool discard;       /* nobody wants the body any more */
 } cir_http_request;
 
 /* Fill request from the option table at index. Raises a misuse; what was allocated is then freed

@@ -69,6 +69,8 @@ static size_t on_curl_header(char *line, size_t size, size_t count, void *user) 
 static size_t on_curl_body(char *bytes, size_t size, size_t count, void *user) {
   cir_http_request *request = user;
   size_t length = size * count;
+  if (request->discard)
+    return length;
   if (request->paused) {
     request->write_refused = true;
     return CURL_WRITEFUNC_PAUSE;
@@ -420,6 +422,10 @@ static const char *phase_of(cir_http_request *request) {
     return "answer";
   if (connected > 0)
     return "tls";
+  char *address = NULL; /* known from the moment that TCP is connected */
+  curl_easy_getinfo(request->easy, CURLINFO_PRIMARY_IP, &address);
+  if (address != NULL && address[0] != '\0')
+    return "tls";
   return resolved > 0 ? "connect" : "resolve";
 }
 
@@ -447,10 +453,6 @@ static const char *code_of(cir_http_request *request) {
   case CURLE_URL_MALFORMAT:
   case CURLE_BAD_FUNCTION_ARGUMENT:
     return "invalid";
-  case CURLE_UNSUPPORTED_PROTOCOL:
-    return "unsupported";
-  case CURLE_OUT_OF_MEMORY:
-    return "failed";
   case CURLE_SSL_CACERT_BADFILE:
   case CURLE_READ_ERROR:
     return "io";
@@ -467,6 +469,8 @@ void cir_http_push_error(lua_State *L, cir_http_request *request) {
   } else {
     const char *text =
         request->error[0] != '\0' ? request->error : curl_easy_strerror(request->result);
+    if (request->result == CURLE_OUT_OF_MEMORY) /* curl's word for a line beyond its own limit */
+      text = "a header line of the answer is longer than 100 KB, or there is no memory";
     cir_push_error(L, code_of(request), "%s", text);
     cir_error_field(L, "curl", curl_easy_strerror(request->result));
   }

@@ -378,6 +378,9 @@ static int l_start(lua_State *L) {
   cir_server **handle = lua_newuserdatauv(L, sizeof(cir_server *), 0);
   *handle = NULL;
   luaL_setmetatable(L, CIR_SERVER_HANDLE);
+  const char *problem = cir_microhttpd_load();
+  if (problem != NULL)
+    return luaL_error(L, "%s", problem);
   int on_request = cir_callback_ref(L, 2);
   cir_server *server = calloc(1, sizeof *server);
   struct MHD_Daemon *daemon =

@@ -14,8 +14,7 @@
 
 #include "buffer.h"
 #include "callback.h"
-
-#include <microhttpd.h>
+#include "lazy_microhttpd.h"
 
 #define CIR_SERVER_HANDLE "ciranda.http.server"
 #define CIR_EXCHANGE_HANDLE "ciranda.http.exchange"
