@@ -41,7 +41,7 @@ local function watch(busted, limit)
       timer:close()
     end
     if request then
-      scheduler.withdraw(owner, request)
+      scheduler.withdraw(request)
     end
     timer, request = nil, nil
     scheduler.on_deadlock = nil
@@ -51,8 +51,8 @@ local function watch(busted, limit)
     if request then
       return false
     end
-    request = { err = err }
-    scheduler.push_request(owner, request)
+    request = { task = owner, err = err }
+    scheduler.push_request(request)
     return true
   end
 

@@ -5,6 +5,7 @@
 --- (420 is rw-r--r--), times are seconds since 1970.
 
 local uv = require("luv")
+local combine = require("ciranda.task.combine")
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")
 local sync = require("ciranda.task.sync")
@@ -90,7 +91,7 @@ end
 --- Call a function of clean-up: a cancellation that comes now must not make it be left out.
 local function clean_up(fn, ...)
   if scheduler.can_wait() then
-    return scheduler.shield(fn, ...)
+    return combine.shield(fn, ...)
   end
   return fn(...)
 end
@@ -456,7 +457,7 @@ function Appender:append(data)
   end
   if scheduler.can_wait() then
     -- Half a record is worse than a late cancellation.
-    return scheduler.shield(self.turn.with, self.turn, add)
+    return combine.shield(self.turn.with, self.turn, add)
   end
   return add()
 end

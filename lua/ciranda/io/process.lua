@@ -519,7 +519,7 @@ function Process:close()
   end
   self:terminate()
   if scheduler.can_wait() then
-    scheduler.shield(function()
+    combine.shield(function()
       self.ended:wait()
     end)
   end

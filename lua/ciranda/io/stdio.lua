@@ -1,9 +1,10 @@
 --- os.execute and io.popen that wait instead of stopping every task.
 ---
 --- `install` replaces them, and io.type, io.input, io.output, io.read, io.write, io.lines and io.close, which must
---- know the new kind of file. Outside tasks, and where a task cannot be suspended, the stock functions serve; a stock file is
---- always handed to its stock function. Both go through `/bin/sh -c`. When standard input is a terminal a program stays
---- in our process group, so that it can use the terminal; else it has a group of its own, which ends with its task.
+--- know the new kind of file. Outside tasks, and where a task cannot be suspended, the stock functions serve; a stock
+--- file is always handed to its stock function. Both go through `/bin/sh -c`. When standard input is a terminal a
+--- program stays in our process group, so that it can use the terminal; else it has a group of its own, which ends
+--- with its task.
 
 local errors = require("ciranda.io.error")
 local process = require("ciranda.io.process")

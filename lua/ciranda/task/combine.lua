@@ -62,6 +62,26 @@ function M.yield()
   await(yield_start, "its turn")
 end
 
+--- Run a function during which the present task is not cancelled: a cancellation waits until the first wait after
+--- it, and the grace begins then. The function needs a deadline of its own.
+---@async
+---@generic T
+---@param fn fun(...): T
+---@return T
+function M.shield(fn, ...)
+  local task = scheduler.check_can_wait()
+  task.shielded = (task.shielded or 0) + 1
+  local _ <close> = setmetatable({}, {
+    __close = function()
+      task.shielded = task.shielded - 1
+      if task.shielded == 0 then
+        scheduler.shield_ended(task)
+      end
+    end,
+  })
+  return fn(...)
+end
+
 local function check_functions(list, what)
   if type(list) ~= "table" then
     errors.misuse(scheduler.user_level(), "%s: a list of functions expected, got %s", what, type(list))

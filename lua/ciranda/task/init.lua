@@ -12,6 +12,7 @@
 local combine = require("ciranda.task.combine")
 local coroutines = require("ciranda.task.coroutines")
 local errors = require("ciranda.io.error")
+local root = require("ciranda.task.root")
 local scheduler = require("ciranda.task.scheduler")
 local scopes = require("ciranda.task.scope")
 local sync = require("ciranda.task.sync")
@@ -26,14 +27,14 @@ local M = {
   timeout = combine.timeout,
   sleep = combine.sleep,
   yield = combine.yield,
-  shield = scheduler.shield,
+  shield = combine.shield,
   await = scheduler.await,
   semaphore = sync.semaphore,
   queue = sync.queue,
   event = sync.event,
-  run_main = scheduler.run_main,
-  cancel_root = scheduler.cancel_root,
-  interrupt = scheduler.interrupt,
+  run_main = root.run,
+  cancel_root = root.cancel,
+  interrupt = root.interrupt,
   shutdown = scheduler.shutdown,
 }
 
@@ -104,7 +105,7 @@ function M.run(fn, ...)
     local scope <close> = scopes.new()
     return scope:spawn(fn, ...):wait()
   end
-  local result = table.pack(scheduler.run_main(fn, ...))
+  local result = table.pack(root.run(fn, ...))
   if result[1] then
     return table.unpack(result, 2, result.n)
   end

@@ -17,6 +17,7 @@ end
 
 local uv = require("luv")
 local errors = require("ciranda.io.error")
+local graces = require("ciranda.task.grace")
 local trace = require("ciranda.task.trace")
 
 local co_create, co_resume, co_yield = coroutine.create, coroutine.resume, coroutine.yield
@@ -37,10 +38,12 @@ local M = {
   }),
   --- Seconds a cancelled task has for its clean-up (design: 10 s). Tests set it.
   grace = 10,
+  --- The states in which a task has ended.
+  FINAL = { done = true, failed = true, cancelled = true },
   --- Every task that has not ended, by id.
   ---@type table<integer, ciranda.Task>
   live = {},
-  --- The task that `run_main` drives.
+  --- The task that root.run drives.
   ---@type ciranda.Task?
   root = nil,
   --- Called with the error when nothing can wake any task; returns true when it has done something about it.
@@ -58,43 +61,13 @@ end
 --- Tell the host which coroutine runs from here on. The pass-through of nested coroutines calls it too.
 M.set_running = set_running
 
----@class ciranda.Task
----@field id integer
----@field name string
----@field co thread
----@field state "ready"|"running"|"waiting"|"done"|"failed"|"cancelled"
----@field scope ciranda.Scope?       where it was spawned; nil for the root
----@field op table?                  what it waits for
----@field chain thread[]?            nested coroutines that are running or waiting, innermost last
----@field scopes ciranda.Scope[]?    scopes it opened that have not ended, innermost last
----@field requests table[]?          cancellations not yet raised
----@field cancelled table?           the request that cancelled the task as a whole
----@field values table?              what its function returned
----@field err any                    what it failed with
----@field traceback string?          where it failed and who was waiting
-local Task = {}
-Task.__index = Task
-Task.__name = "ciranda.Task"
-M.Task = Task
-
-function Task:__tostring()
-  return ("task '%s'"):format(self.name)
-end
-
-local FINAL = { done = true, failed = true, cancelled = true }
+local FINAL = M.FINAL
+local Task = require("ciranda.task.handle")(M)
 
 local ready, ready_count = {}, 0
 local idle
 local next_id = 0
-
--- Requests whose grace is running, with the time (seconds, monotonic) when it ends.
-local dying = {}
-local grace_timer
-
-local function now()
-  return uv.hrtime() / 1e9
-end
-M.now = now
+local grace -- of the requests that are being obeyed
 
 local step -- forward
 
@@ -126,14 +99,19 @@ local function make_ready(task)
   end
 end
 
+--- Whether a task will run in the next turn.
+---@return boolean
+function M.has_ready()
+  return ready_count > 0
+end
+
 --- Close the scheduler's own handles. For the host's shutdown, after the last task has ended.
 function M.shutdown()
-  for _, handle in ipairs({ idle or false, grace_timer or false }) do
-    if handle and not handle:is_closing() then
-      handle:close()
-    end
+  if idle and not idle:is_closing() then
+    idle:close()
   end
-  idle, grace_timer = nil, nil
+  idle = nil
+  grace:close()
 end
 
 -- Operations -------------------------------------------------------------------------------------------------------
@@ -204,38 +182,41 @@ local function cancel_wait(task, request)
   end
 end
 
-local arm_grace -- forward
-
---- Start the grace of a request: at its end the task is closed.
-local function start_grace(task, request)
-  if not dying[request] then
-    request.task = task
-    dying[request] = now() + M.grace
-    arm_grace()
-  end
-end
-
 --- Take a request back: its scope has ended, or its task.
-local function withdraw(task, request)
-  take_request(task, request)
-  dying[request] = nil
-  if not next(dying) and grace_timer and not grace_timer:is_closing() then
-    grace_timer:stop()
-  end
+---@param request table
+function M.withdraw(request)
+  take_request(request.task, request)
+  grace:stop(request)
 end
-M.withdraw = withdraw
 
---- Have a cancellation raised in a task: at its present wait, else at its next one.
----@param task ciranda.Task
----@param request { err: ciranda.Error, scope: ciranda.Scope? }
-function M.push_request(task, request)
+--- Have a cancellation raised in a task: at its present wait, else at its next one. Its grace begins.
+---@param request { task: ciranda.Task, err: ciranda.Error, scope: ciranda.Scope? }
+function M.push_request(request)
+  local task = request.task
   task.requests = task.requests or {}
   table.insert(task.requests, request)
-  if (task.shielded or 0) > 0 then
-    return
+  if (task.shielded or 0) == 0 then
+    grace:start(request, M.grace)
+    cancel_wait(task, request)
   end
-  start_grace(task, request)
-  cancel_wait(task, request)
+end
+
+--- A shield of the task has ended: what came meanwhile is raised at the next wait, and its grace begins.
+---@param task ciranda.Task
+function M.shield_ended(task)
+  for _, request in ipairs(not task.closing and task.requests or {}) do
+    grace:start(request, M.grace)
+  end
+end
+
+--- The error of a cancelled task that is to be raised here and now, and not again at its next wait.
+---@param task ciranda.Task
+---@return ciranda.Error
+function M.take_cancellation(task)
+  local request = task.cancelled
+  take_request(task, request)
+  request.raised = true
+  return request.err
 end
 
 --- A cancellation as an error value.
@@ -411,16 +392,11 @@ local function body(task)
   if task.scopes then
     local left = end_scopes(task)
     if left and result[1] then
-      task.result = {
-        false,
-        errors.new({
-          code = "misuse",
-          message = ("%s: the scope opened here was still open when %s ended; write: local s <close> = task.scope()"):format(
-            left.where,
-            tostring(task)
-          ),
-        }),
-      }
+      local message = ("%s: this scope was still open when %s ended; write: local s <close> = task.scope()"):format(
+        left.where,
+        tostring(task)
+      )
+      task.result = { false, errors.new({ code = "misuse", message = message }) }
     end
   end
 end
@@ -432,10 +408,10 @@ local function finish(task, state)
   task.fn, task.args, task.op, task.chain, task.result, task.rising = nil, nil, nil, nil, nil, nil
   local list = task.requests
   for index = list and #list or 0, 1, -1 do
-    withdraw(task, list[index])
+    M.withdraw(list[index])
   end
   if task.cancelled then
-    withdraw(task, task.cancelled)
+    M.withdraw(task.cancelled)
   end
   local waiters = task.waiters
   task.waiters = nil
@@ -523,56 +499,36 @@ function M.kill(task, err, state)
   close_now(task, state, err)
 end
 
---- Close the tasks whose grace is over. One that is about to be resumed with a result goes first: a permit or a
---- connection it was just given must not be lost.
-local function check_grace()
-  local time = now()
-  local over = {}
-  for request, deadline in pairs(dying) do
-    if deadline <= time then
-      over[#over + 1] = request
-    end
+--- Do what a cancellation asks for: raise it at the task's wait, or let a task that has not begun never begin.
+---@param task ciranda.Task
+---@param request table
+function M.request_end(task, request)
+  if task.started then
+    return M.push_request(request)
   end
-  for _, request in ipairs(over) do
-    local task = request.task
-    if FINAL[task.state] then
-      dying[request] = nil
-    elseif task.state == "ready" and not request.last_turn then
-      request.last_turn = true
-    else
-      dying[request] = nil
-      local failure = request.scope and request.scope.failure
-      M.kill(
-        task,
-        errors.new({
-          code = "cancelled",
-          message = ("%s did not end within %g s of being cancelled"):format(tostring(task), M.grace),
-          cause = failure and failure.err or request.err,
-        }),
-        task.cancelled and "cancelled" or "failed"
-      )
-    end
-  end
-  arm_grace()
+  task.err = request.err
+  return finish(task, "cancelled")
 end
 
-function arm_grace()
-  local first
-  for _, deadline in pairs(dying) do
-    if not first or deadline < first then
-      first = deadline
-    end
+grace = graces.new(function(request)
+  local task = request.task
+  if FINAL[task.state] then
+    return false
   end
-  if first then
-    if not grace_timer or grace_timer:is_closing() then
-      grace_timer = uv.new_timer()
-    end
-    uv.update_time()
-    grace_timer:start(math.max(1, math.ceil((first - now()) * 1000)), 0, check_grace)
-  elseif grace_timer and not grace_timer:is_closing() then
-    grace_timer:stop()
+  if task.state == "ready" and not request.last_turn then
+    -- It is about to be given a result, perhaps a permit or a connection: it must not be lost.
+    request.last_turn = true
+    return true
   end
-end
+  local failure = request.scope and request.scope.failure
+  local err = errors.new({
+    code = "cancelled",
+    message = ("%s did not end within %g s of being cancelled"):format(tostring(task), M.grace),
+    cause = failure and failure.err or request.err,
+  })
+  M.kill(task, err, task.cancelled and "cancelled" or "failed")
+  return false
+end)
 
 --- Let a task run until its next wait or its end.
 function step(task)
@@ -645,202 +601,6 @@ function M.new_task(scope, name, fn, ...)
   M.live[next_id] = task
   make_ready(task)
   return task
-end
-
---- "ready", "running", "waiting", "done", "failed" or "cancelled".
----@return string
-function Task:status()
-  return self.state
-end
-
---- Whether the task has ended.
----@return boolean
-function Task:ended()
-  return FINAL[self.state] == true
-end
-
---- Call a function when the task has ended; at once when it already has. The function must not wait.
----@param fn fun(task: ciranda.Task)
-function Task:_on_end(fn)
-  if FINAL[self.state] then
-    return fn(self)
-  end
-  self.waiters = self.waiters or {}
-  table.insert(self.waiters, fn)
-end
-
---- Forget a function given to `_on_end`.
-function Task:_forget(fn)
-  local list = self.waiters
-  for index = 1, list and #list or 0 do
-    if list[index] == fn then
-      table.remove(list, index)
-      return
-    end
-  end
-end
-
---- Wait until the task has ended. Any number of tasks may wait for one.
----@async
----@return any ... what its function returned; raises what it raised, or the error "cancelled"
-function Task:wait()
-  local waiter = M.current
-  local seen = self
-  while seen do
-    if seen == waiter and waiter then
-      errors.misuse(
-        2,
-        "%s would wait for itself%s",
-        tostring(waiter),
-        seen == self and "" or " through other tasks"
-      )
-    end
-    seen = seen.op and seen.op.target
-  end
-  return M.await(function(done)
-    waiter.op.target = self
-    local op = waiter.op
-    local function ended(task)
-      if task.state == "done" then
-        done(nil, unpack(task.values, 2, task.values.n))
-      else
-        op.from = task
-        done(task.err)
-      end
-    end
-    self:_on_end(ended)
-    return function()
-      self:_forget(ended)
-      return true
-    end
-  end, self)
-end
-
---- Ask the task to end: its present or next wait raises the error with code "cancelled", once. One that has not
---- begun never begins. The first reason counts; a task that has ended is left alone.
----@param reason any? a string, or an error
-function Task:cancel(reason)
-  if FINAL[self.state] or self.cancelled then
-    return
-  end
-  local request = { err = M.cancel_error(reason, tostring(self)) }
-  self.cancelled = request
-  if not self.started then
-    self.err = request.err
-    return finish(self, "cancelled")
-  end
-  M.push_request(self, request)
-end
-
---- Run a function during which the present task is not cancelled: a cancellation waits until the first wait after
---- it, and the grace begins then. The function needs a deadline of its own.
----@async
----@generic T
----@param fn fun(...): T
----@return T
-function M.shield(fn, ...)
-  local task = M.check_can_wait()
-  task.shielded = (task.shielded or 0) + 1
-  local guard <close> = setmetatable({}, {
-    __close = function()
-      task.shielded = task.shielded - 1
-      if task.shielded == 0 and task.requests and not task.closing then
-        for _, request in ipairs(task.requests) do
-          start_grace(task, request)
-        end
-      end
-    end,
-  })
-  local _ = guard
-  return fn(...)
-end
-
--- The root ---------------------------------------------------------------------------------------------------------
-
---- Cancel the root task. A program that is told to leave calls it.
----@param reason any?
----@return ciranda.Error? err the cancellation, or nil when nothing runs
-function M.cancel_root(reason)
-  local root = M.root
-  if not root or FINAL[root.state] then
-    return nil
-  end
-  root:cancel(reason)
-  return root.cancelled and root.cancelled.err or root.err
-end
-
---- Ctrl-C: cancel the root task. Called by a signal's callback, or by a hook in running code, which then raises
---- what this returns.
----@param reason string? the signal's name
----@return ciranda.Error
-function M.interrupt(reason)
-  local err = errors.new({ code = "interrupted", message = "interrupted by " .. (reason or "SIGINT") })
-  err.signal = reason or "SIGINT"
-  M.cancel_root(err)
-  local task = M.current
-  if not task then
-    return err
-  end
-  if not task.cancelled then
-    task:cancel(err)
-  end
-  local request = task.cancelled
-  take_request(task, request)
-  request.raised = true
-  return request.err
-end
-
---- Nothing can wake any task: say who waits for what, and unwind.
-local function deadlock(root)
-  local err = errors.new({
-    code = "failed",
-    message = ("deadlock: %s waits, and nothing is left that could wake it\n%s"):format(
-      tostring(root),
-      trace.dump(M)
-    ),
-  })
-  if M.on_deadlock and M.on_deadlock(err) then
-    return
-  end
-  root.deadlock = err
-  if root.cancelled then
-    M.kill(root, err, "failed")
-  else
-    root:cancel(err)
-  end
-end
-
---- Run a function as the root task and drive the loop until it has ended, in the main program.
----@param fn function
----@param ... any
----@return boolean ok
----@return any ... its values; or the error and, for errors that carry none, the traceback
-function M.run_main(fn, ...)
-  if type(fn) ~= "function" then
-    errors.misuse(2, "task.run: a function expected, got %s", type(fn))
-  end
-  if uv.loop_mode() then
-    errors.misuse(2, "task.run: the loop is running already; a callback cannot run it again")
-  end
-  local root = M.new_task(nil, "main", fn, ...)
-  M.root = root
-  while not FINAL[root.state] do
-    if not uv.run("once") and not FINAL[root.state] and ready_count == 0 then
-      deadlock(root)
-    end
-  end
-  M.root = nil
-  if root.deadlock then
-    return false, root.deadlock, root.traceback
-  end
-  if root.state == "done" then
-    return unpack(root.values, 1, root.values.n)
-  end
-  local cause = root.cancelled and root.state == "cancelled" and root.err.cause
-  if errors.is(cause, "interrupted") then
-    return false, cause, root.traceback
-  end
-  return false, root.err, root.traceback
 end
 
 return M

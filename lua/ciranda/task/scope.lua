@@ -106,8 +106,8 @@ local function fail(self, task)
   self:cancel(reason)
   local owner = self.owner
   if self.state == "open" and not (owner.op and owner.op.scope == self) then
-    self.request = { err = scheduler.cancel_error(reason, tostring(owner)), scope = self }
-    scheduler.push_request(owner, self.request)
+    self.request = { task = owner, err = scheduler.cancel_error(reason, tostring(owner)), scope = self }
+    scheduler.push_request(self.request)
   end
 end
 
@@ -195,7 +195,7 @@ end
 local function forget(self)
   self.state = "closed"
   if self.request then
-    scheduler.withdraw(self.owner, self.request)
+    scheduler.withdraw(self.request)
   end
   local scopes = self.owner.scopes
   for index = scopes and #scopes or 0, 1, -1 do
@@ -218,7 +218,7 @@ function Scope:close(err)
   end
   self.state = "closing"
   if self.request then
-    scheduler.withdraw(self.owner, self.request)
+    scheduler.withdraw(self.request)
   end
   local failed_before = self.failure ~= nil
   if err ~= nil then

@@ -1,5 +1,7 @@
 --- Tracebacks of tasks: their own frames, and who was waiting for them.
 
+local uv = require("luv")
+
 local M = {}
 
 -- The frames of the scheduler say nothing about the program.
@@ -12,19 +14,23 @@ local NOISE = {
   "^%s*%(%.%.%.tail calls%.%.%.%)$",
 }
 
---- Take the scheduler's frames out of a traceback.
+local PROTECTED_CALL = "^%s*%[C%]: in function 'x?pcall'$"
+
+--- Take the scheduler's frames out of a traceback, and the protected calls it makes.
 ---@param text string as debug.traceback makes it
 ---@return string frames one a line, without the heading
 function M.clean(text)
   local kept = {}
+  local after_noise = false
   for line in text:gmatch("[^\n]+") do
-    local noise = line == "stack traceback:"
+    local noise = line == "stack traceback:" or (after_noise and line:find(PROTECTED_CALL) ~= nil)
     for _, pattern in ipairs(NOISE) do
       noise = noise or line:find(pattern) ~= nil
     end
     if not noise then
       kept[#kept + 1] = line
     end
+    after_noise = noise
   end
   return table.concat(kept, "\n")
 end
@@ -144,11 +150,12 @@ function M.culprit(co, level)
 end
 
 local function describe_wait(task)
-  if task.state ~= "waiting" or not task.op then
+  local op = task.op
+  if task.state ~= "waiting" or not op then
     return task.state
   end
-  local what = task.op.what
-  return "waiting for " .. (what == nil and "an operation" or tostring(what))
+  local what = op.what == nil and "an operation" or tostring(op.what)
+  return ("waiting for %.1f s: %s"):format((uv.now() - op.since) / 1000, what)
 end
 
 --- A text with every task that has not ended: what it waits for, its frames, its children below it.
