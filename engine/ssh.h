@@ -1,0 +1,290 @@
+/*
+ * ssh.h - what the files of ciranda.core.ssh share: sessions on libssh2, driven by the loop.
+ *
+ *   ssh_module.c     functions of the module: open, keys, base64, fingerprints
+ *   ssh_session.c    the pump, operations, deadlines, keepalive, death
+ *   ssh_auth.c       public key authentication, with a key of ours or a signer in Lua
+ *   ssh_channel.c    commands, subsystems and tunnels: streams, exit, signals
+ *   ssh_socket.c     a session's bytes over a TCP socket
+ *   ssh_stream.c     a session's bytes over functions in Lua (a jump host, a relay, a proxy
+ * command) ssh_key*.c       private keys
+ *
+ * How libssh2 is kept from what hurts its users. Each rule answers a failure that was measured with
+ * 1.10 and 1.11.1 or that is an open report against them.
+ *
+ * 1. libssh2 never meets a full socket. What it sends goes into the session's `out` buffer, whole,
+ *    and is written when the socket takes it; commands are told to wait while `out` is long. So
+ *    none of libssh2's half-sent states occurs: a window adjustment that cannot be sent and stalls
+ *    a reader, an end-of-file packet that must be resent from the same stack address, a key
+ *    exchange that begins while a packet is half out (libssh2 792, 1945, 2110). EAGAIN then has one
+ *    meaning only: something must be received first. libssh2_session_block_directions, which may
+ *    answer 0, is not asked.
+ * 2. Any call may take packets of any channel off the socket. A loop that reads one stream until
+ *    EAGAIN, then the next, and then waits for the socket, stalls with data already in the queue.
+ *    So the pump runs everything again until a pass in which nothing was received or consumed.
+ * 3. libssh2 fails a request when the answer to another channel's request arrives first. So one
+ *    request that has an answer is under way a session (the operations queue), and one that was
+ *    given up keeps its place until its channel is closed, after which no answer can come.
+ * 4. libssh2 reports status 0 both for success and for no status at all. What really came is seen
+ *    when libssh2 frees the packet, in our allocator (ssh_session.c, on_free).
+ * 5. Time: deadlines are ours and monotonic. libssh2's own (wall clock) is set out of reach, and a
+ *    deadline's clock starts when its phase starts.
+ * 6. Freeing may answer EAGAIN for ever on a dead peer: the transport is closed first, after which
+ *    its callbacks fail instead, and the number of attempts is bounded.
+ * 7. libssh2's keepalive leaks a packet an answer. We ask for a channel request that is always
+ *    refused, or open and close a channel, only once the user is authenticated, and count silence.
+ * 8. One session may not hold up the others: a pump reads CIR_SSH_ALLOWANCE bytes at most, and all
+ *    pumps of a turn share CIR_SSH_TURN_NS; the rest is done on the next turn.
+ *
+ * Lua is called from the pump, never from inside libssh2 and never from inside a call from Lua:
+ * such a call only writes down what is wanted and schedules the pump.
+ */
+#ifndef CIR_SSH_H
+#define CIR_SSH_H
+
+#include "buffer.h"
+#include "callback.h"
+#include "ssh_key.h"
+
+#include <libssh2.h>
+#include <sys/types.h>
+
+#define CIR_SSH_OPERATION "ciranda.ssh.operation"
+#define CIR_SSH_SESSION "ciranda.ssh.session"
+#define CIR_SSH_CHANNEL "ciranda.ssh.channel"
+#define CIR_SSH_KEY "ciranda.ssh.key"
+
+enum {
+  CIR_SSH_READ = 64 * 1024,         /* the largest piece of output given to Lua */
+  CIR_SSH_ALLOWANCE = 256 * 1024,   /* received bytes a pump */
+  CIR_SSH_TURN_NS = 8 * 1000000,    /* for all pumps of one turn of the loop */
+  CIR_SSH_OUT_FULL = 128 * 1024,    /* unsent bytes from which channels wait */
+  CIR_SSH_OUT_MAX = 8 * 1024 * 1024 /* unsent bytes at which the peer is given up */
+};
+
+typedef struct cir_ssh_session cir_ssh_session;
+typedef struct cir_ssh_channel cir_ssh_channel;
+typedef struct cir_ssh_operation cir_ssh_operation;
+typedef struct cir_ssh_transport cir_ssh_transport;
+
+/* Why something failed: what Lua gets as {code =, phase =, message =, reason =}. */
+typedef struct cir_ssh_fault {
+  const char *code;   /* a stable word of lua/ciranda/io/error.lua */
+  const char *phase;  /* "connect", "banner", "kex", "auth", "channel", "exec", "session" */
+  const char *reason; /* finer than the code, or NULL */
+  char message[320];
+} cir_ssh_fault;
+
+void cir_ssh_fault_set(cir_ssh_fault *fault, const char *code, const char *phase,
+                       const char *format, ...) __attribute__((format(printf, 4, 5)));
+
+/* [-0, +1, m] */
+void cir_ssh_push_fault(lua_State *L, const cir_ssh_fault *fault);
+
+/* --- transports ------------------------------------------------------------------------------- */
+
+/* What carries a session's bytes. Sizes are at most what was asked; failures are negative errnos.
+ */
+typedef struct cir_ssh_transport_kind {
+  int (*connected)(cir_ssh_transport *transport);  /* 0, -EAGAIN while it is not yet, or why not */
+  int (*descriptor)(cir_ssh_transport *transport); /* one that libssh2 may ask about O_NONBLOCK */
+  ssize_t (*receive)(cir_ssh_transport *transport, void *to, size_t size);      /* 0 at the end */
+  ssize_t (*send)(cir_ssh_transport *transport, const void *from, size_t size); /* may call Lua */
+  void (*watch)(cir_ssh_transport *transport, bool readable, bool writable); /* wake us for these */
+  void (*close)(cir_ssh_transport *transport); /* at once; on_closed follows on a later turn */
+} cir_ssh_transport_kind;
+
+struct cir_ssh_transport {
+  const cir_ssh_transport_kind *kind;
+  cir_ssh_session *session; /* told by cir_ssh_transport_event and cir_ssh_transport_closed */
+};
+
+/*
+ * Begin a connection to a numeric address, from the numeric address `bind` unless that is NULL. The
+ * caller has checked that they are addresses. Returns NULL with a negative errno in *error.
+ */
+cir_ssh_transport *cir_ssh_socket_connect(cir_runtime *rt, const char *address, int port,
+                                          const char *bind, int *error);
+
+/* Use a connected stream socket, which the transport closes in the end. */
+cir_ssh_transport *cir_ssh_socket_adopt(cir_runtime *rt, int descriptor, int *error);
+
+/*
+ * Bytes go out by calling the function kept as write_ref with a string, and the next only after
+ * cir_ssh_stream_written; bytes come in by cir_ssh_stream_feed. The function kept as drained_ref,
+ * unless that is CIR_NO_CALLBACK, is called when a full input has been used up. Takes both.
+ */
+cir_ssh_transport *cir_ssh_stream_new(cir_runtime *rt, int write_ref, int drained_ref);
+bool cir_ssh_is_stream(const cir_ssh_transport *transport);
+void cir_ssh_stream_written(cir_ssh_transport *transport);
+
+/* Returns whether there is room for more; false also when there is no memory (the session ends). */
+bool cir_ssh_stream_feed(cir_ssh_transport *transport, const char *data, size_t size);
+void cir_ssh_stream_end(cir_ssh_transport *transport);
+
+/*
+ * From the transport: something may be received or sent now. Runs the pump. `hangup` says that the
+ * peer has closed its side, perhaps behind bytes that are still to be read.
+ */
+void cir_ssh_transport_event(cir_ssh_session *session, bool hangup);
+
+/* From the transport: it is closed and its memory is gone. */
+void cir_ssh_transport_closed(cir_ssh_session *session);
+
+/* --- operations ------------------------------------------------------------------------------- */
+
+typedef enum { CIR_SSH_AGAIN, CIR_SSH_DONE, CIR_SSH_FAILED } cir_ssh_progress;
+
+typedef struct cir_ssh_operation_kind {
+  const char *phase;
+  bool fatal; /* giving it up ends the session: libssh2 cannot go back */
+  /* Do what can be done. After CIR_SSH_FAILED operation->fault is set, or the session is dying. */
+  cir_ssh_progress (*step)(cir_ssh_operation *operation);
+  int (*push)(cir_ssh_operation *operation, lua_State *L); /* the results; returns their number */
+  /* It was reported before it ended, and goes on so that libssh2's state ends. May be NULL. */
+  void (*abandon)(cir_ssh_operation *operation);
+  void (*release)(cir_ssh_operation *operation); /* free it; may be NULL for free() */
+} cir_ssh_operation_kind;
+
+/* Begins every operation's own struct, which is made by calloc. */
+struct cir_ssh_operation {
+  const cir_ssh_operation_kind *kind;
+  cir_ssh_session *session;
+  cir_ssh_operation *next;
+  cir_ssh_operation **handle; /* the userdata's pointer to this, or NULL */
+  int anchor;                 /* keeps the handle, and with it the session, while under way */
+  int on_done;
+  uint64_t timeout;  /* milliseconds, 0 for none; counted from when it is first stepped */
+  uint64_t deadline; /* of the loop's clock, 0 for none */
+  bool started, cancelled, reported;
+  cir_ssh_fault fault;
+};
+
+/*
+ * Queue the operation on the session at `index`, with the callback at `callback`, which the caller
+ * has checked to be a function; its handle is left on the stack. The operation belongs to the
+ * session from here on. On a dead session it fails on a later turn. [-0, +1, m]
+ */
+void cir_ssh_submit(lua_State *L, int index, cir_ssh_operation *operation, int callback);
+
+/* Set a deadline that counts from now; 0 takes it away. */
+void cir_ssh_deadline(cir_ssh_operation *operation, uint64_t timeout);
+
+/* --- sessions --------------------------------------------------------------------------------- */
+
+typedef enum { CIR_SSH_OPENING, CIR_SSH_UP, CIR_SSH_DEAD } cir_ssh_state;
+
+struct cir_ssh_session {
+  cir_runtime *rt;
+  cir_ssh_session *previous, *next;
+  LIBSSH2_SESSION *raw;          /* NULL once dead */
+  cir_ssh_transport *transport;  /* NULL once closed */
+  cir_ssh_operation *operations; /* the first is under way */
+  cir_ssh_channel *channels;
+  LIBSSH2_CHANNEL *spare; /* closed by both sides: kept to read the socket with (see drain) */
+  cir_buffer out;
+  uv_timer_t timer;
+  uint64_t alarm; /* what the timer is set to, 0 for not at all */
+  cir_ssh_state state;
+  cir_ssh_fault fault; /* why it is dead */
+  int holds;
+  int on_close;
+  uint64_t received, sent;              /* bytes */
+  uint64_t keepalive, next_tick, heard; /* milliseconds; `received` at the last tick */
+  unsigned missed, most_missed;
+  size_t allowance;
+  int io_error;               /* what the transport said: a negative errno, 1 for the end, 0 */
+  uint32_t confirmed_channel; /* our number of the channel opened last */
+  char disconnect[200];       /* the peer's parting words */
+  bool authenticated, pumping, again, starved, scheduled;
+  bool unread; /* the transport has something, and nobody has asked for it in this pump */
+  bool deaf;   /* nobody will: not watched until something changes */
+  bool hangup; /* the peer has closed its side */
+  bool buried; /* dead, and everyone has been told */
+};
+
+/* Take and give back a share in the session's memory. */
+void cir_ssh_hold(cir_ssh_session *session);
+void cir_ssh_release(cir_ssh_session *session);
+
+/* Run the pump on a later turn. What a call from Lua does after it has written down its wish. */
+void cir_ssh_schedule(cir_ssh_session *session);
+
+/* End the session: what is under way fails with this fault. Returns CIR_SSH_FAILED. */
+cir_ssh_progress cir_ssh_die(cir_ssh_session *session, const cir_ssh_fault *fault);
+
+/* End it because libssh2 has failed in a way after which the session is no use. The same. */
+cir_ssh_progress cir_ssh_die_of(cir_ssh_session *session, const char *phase, int error);
+
+/* Whether a failure of libssh2 leaves the session usable. */
+bool cir_ssh_survives(const cir_ssh_session *session, int error);
+
+/* The session at index; raises when it is none. [-0, +0, v] */
+cir_ssh_session *cir_ssh_check_session(lua_State *L, int index);
+
+/* Raise a misuse unless the session is open and, when asked, its user authenticated. [-0, +0, v] */
+void cir_ssh_check_usable(lua_State *L, cir_ssh_session *session, bool authenticated);
+
+/* The buffer that all sessions read into, CIR_SSH_READ bytes. */
+char *cir_ssh_buffer(void);
+
+/* Memory that libssh2 may free. */
+void *cir_ssh_allocate(size_t size);
+
+uint64_t cir_ssh_now(const cir_ssh_session *session);
+
+/* --- channels --------------------------------------------------------------------------------- */
+
+/* Do what can be done on every channel. Returns whether anything was. */
+bool cir_ssh_channels_step(cir_ssh_session *session);
+
+/* The session is dead: end all channels with its fault. */
+void cir_ssh_channels_fail(cir_ssh_session *session);
+
+/* The next deadline of a channel, or `alarm` when that is earlier; 0 is never. */
+uint64_t cir_ssh_channels_alarm(const cir_ssh_session *session, uint64_t alarm);
+
+/* The channel with this number of ours, or NULL. */
+cir_ssh_channel *cir_ssh_channel_find(cir_ssh_session *session, uint32_t number);
+
+/* What a packet said about the end of the command. */
+void cir_ssh_channel_status(cir_ssh_channel *channel, uint32_t status);
+void cir_ssh_channel_signalled(cir_ssh_channel *channel, cir_span name, cir_span message);
+
+/* A channel of libssh2 that is open on both sides, or NULL; and whether this one still is there. */
+LIBSSH2_CHANNEL *cir_ssh_channels_any(const cir_ssh_session *session);
+bool cir_ssh_channels_have(const cir_ssh_session *session, const LIBSSH2_CHANNEL *raw);
+
+/* --- tables of methods -------------------------------------------------------------------------
+ */
+
+/* ssh.open. [-n, +1, v] */
+int cir_ssh_l_open(lua_State *L);
+
+/* session:exec, session:tunnel. [-n, +1, v] */
+int cir_ssh_l_exec(lua_State *L);
+int cir_ssh_l_tunnel(lua_State *L);
+
+/* session:authenticate, session:auth_methods. [-n, +1, v] */
+int cir_ssh_l_authenticate(lua_State *L);
+int cir_ssh_l_auth_methods(lua_State *L);
+
+/* Make the metatables. [-0, +0, m] */
+void cir_ssh_session_register(lua_State *L);
+void cir_ssh_channel_register(lua_State *L);
+void cir_ssh_key_register(lua_State *L);
+
+/* --- options -----------------------------------------------------------------------------------
+ */
+
+/* The string option, or NULL; it stays on the stack. No zero byte may be in it. [-0, +1, v] */
+const char *cir_ssh_string_option(lua_State *L, int index, const char *name);
+
+/* The integer option from lowest to highest, or `otherwise`. [-0, +0, v] */
+lua_Integer cir_ssh_integer_option(lua_State *L, int index, const char *name, lua_Integer lowest,
+                                   lua_Integer highest, lua_Integer otherwise);
+
+/* Raise a misuse when the table at index has a key that is not among these. [-0, +0, v] */
+void cir_ssh_known_options(lua_State *L, int index, const char *const *known);
+
+#endif

@@ -1,0 +1,338 @@
+/*
+ * ssh_module.c - the functions of ciranda.core.ssh: opening sessions, reading keys, and the small
+ * codings that SSH's files use. See ssh.h.
+ */
+#include "modules.h"
+#include "ssh.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { MAX_KEY_FILE = 1024 * 1024, SHA1_SIZE = 20, SHA256_SIZE = 32 };
+
+/* --- options -----------------------------------------------------------------------------------
+ */
+
+const char *cir_ssh_string_option(lua_State *L, int index, const char *name) {
+  int type = lua_getfield(L, index, name);
+  if (type == LUA_TNIL)
+    return NULL;
+  if (type != LUA_TSTRING)
+    luaL_error(L, "option '%s' must be a string, not %s", name, luaL_typename(L, -1));
+  size_t length;
+  const char *text = lua_tolstring(L, -1, &length);
+  if (strlen(text) != length)
+    luaL_error(L, "option '%s' holds a zero byte", name);
+  return text;
+}
+
+lua_Integer cir_ssh_integer_option(lua_State *L, int index, const char *name, lua_Integer lowest,
+                                   lua_Integer highest, lua_Integer otherwise) {
+  lua_Integer value = otherwise;
+  if (lua_getfield(L, index, name) != LUA_TNIL) {
+    int exact;
+    value = lua_tointegerx(L, -1, &exact);
+    if (!exact || value < lowest || value > highest)
+      luaL_error(L, "option '%s' must be an integer from %I to %I", name, lowest, highest);
+  }
+  lua_pop(L, 1);
+  return value;
+}
+
+void cir_ssh_known_options(lua_State *L, int index, const char *const *known) {
+  lua_pushnil(L);
+  while (lua_next(L, index) != 0) {
+    const char *key = lua_type(L, -2) == LUA_TSTRING ? lua_tostring(L, -2) : NULL;
+    const char *const *name = known;
+    while (*name != NULL && (key == NULL || strcmp(*name, key) != 0))
+      name++;
+    if (*name == NULL)
+      luaL_error(L, "unknown option '%s'", key != NULL ? key : luaL_tolstring(L, -2, NULL));
+    lua_pop(L, 1);
+  }
+}
+
+/* --- keys --------------------------------------------------------------------------------------
+ */
+
+/* A key that is being read on the pool. The handle is kept by `anchor` until the callback. */
+typedef struct key_load {
+  uv_work_t work;
+  cir_runtime *rt;
+  struct key_load **handle;
+  int anchor, on_done;
+  char *path; /* NULL when the text is given */
+  char *text;
+  size_t text_size;
+  char *passphrase; /* or NULL */
+  size_t passphrase_size;
+  bool cancelled;
+  cir_ssh_key *key;
+  cir_ssh_key_fault fault;
+  int io_error; /* a negative errno, when the file cannot be read */
+} key_load;
+
+#define KEY_LOAD "ciranda.ssh.key_load"
+
+/* Read the file into `text`. Runs on the pool. Returns 0 or a negative errno. */
+static int read_file(key_load *load) {
+  int fd = open(load->path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+  struct stat info;
+  if (fd < 0)
+    return -errno;
+  int error = fstat(fd, &info) < 0 ? -errno : 0;
+  if (error == 0 && S_ISDIR(info.st_mode))
+    error = -EISDIR;
+  else if (error == 0 && !S_ISREG(info.st_mode))
+    error = -EINVAL;
+  else if (error == 0 && info.st_size > MAX_KEY_FILE)
+    error = -EFBIG;
+  size_t room = error == 0 ? (size_t)info.st_size : 0;
+  load->text = error == 0 ? malloc(room + 1) : NULL;
+  if (error == 0 && load->text == NULL)
+    error = -ENOMEM;
+  while (error == 0 && load->text_size < room) {
+    ssize_t count = read(fd, load->text + load->text_size, room - load->text_size);
+    if (count < 0)
+      error = errno == EINTR ? 0 : -errno;
+    else if (count == 0)
+      break;
+    else
+      load->text_size += (size_t)count;
+  }
+  close(fd);
+  return error;
+}
+
+static void on_pool(uv_work_t *work) {
+  key_load *load = CIR_CONTAINER_OF(work, key_load, work);
+  if (load->path != NULL)
+    load->io_error = read_file(load);
+  if (load->io_error == 0)
+    load->key = cir_ssh_key_parse(load->text, load->text_size, load->passphrase,
+                                  load->passphrase_size, &load->fault);
+}
+
+static void wipe(char *text, size_t size) {
+  if (text != NULL)
+    OPENSSL_cleanse(text, size);
+  free(text);
+}
+
+static void free_load(key_load *load) {
+  wipe(load->text, load->text_size);
+  wipe(load->passphrase, load->passphrase_size);
+  cir_ssh_key_free(load->key);
+  free(load->path);
+  free(load);
+}
+
+static void on_pool_done(uv_work_t *work, int status) {
+  key_load *load = CIR_CONTAINER_OF(work, key_load, work);
+  cir_runtime *rt = load->rt;
+  lua_State *L = cir_main_state(rt);
+  int count = 1;
+  if (load->cancelled || status == UV_ECANCELED) {
+    cir_push_error(L, "cancelled", "cancelled");
+  } else if (load->io_error < 0) {
+    cir_push_error(L, cir_code_of_uv(load->io_error), "%s: %s", load->path,
+                   load->io_error == -EINVAL ? "not a regular file" : uv_strerror(load->io_error));
+  } else if (load->key == NULL) {
+    cir_push_error(L, load->fault.code, "%s%s%s", load->path != NULL ? load->path : "",
+                   load->path != NULL ? ": " : "", load->fault.message);
+    if (load->fault.reason != NULL)
+      cir_error_field(L, "reason", load->fault.reason);
+  } else {
+    lua_pushnil(L);
+    cir_ssh_key **key = lua_newuserdatauv(L, sizeof *key, 0);
+    *key = load->key;
+    load->key = NULL;
+    luaL_setmetatable(L, CIR_SSH_KEY);
+    count = 2;
+  }
+  *load->handle = NULL;
+  luaL_unref(L, LUA_REGISTRYINDEX, load->anchor);
+  int callback = load->on_done;
+  free_load(load);
+  cir_callback_finish(rt, &callback, count);
+}
+
+/* A malloc'd copy of the string at index, or NULL with *size 0 when it is nil. [-0, +0, m] */
+static char *copy(lua_State *L, int index, size_t *size) {
+  if (lua_isnoneornil(L, index))
+    return NULL;
+  const char *text = luaL_checklstring(L, index, size);
+  char *to = malloc(*size + 1);
+  if (to != NULL)
+    memcpy(to, text, *size + 1);
+  return to;
+}
+
+/* Start loading; the handle is pushed. [-0, +1, v] */
+static int start_load(lua_State *L, bool from_file) {
+  luaL_checkstring(L, 1);
+  if (!lua_isnil(L, 2))
+    luaL_checkstring(L, 2);
+  luaL_checktype(L, 3, LUA_TFUNCTION);
+  key_load **handle = lua_newuserdatauv(L, sizeof *handle, 0);
+  *handle = NULL;
+  luaL_setmetatable(L, KEY_LOAD);
+  key_load *load = calloc(1, sizeof *load);
+  if (load == NULL)
+    return luaL_error(L, "out of memory");
+  size_t path_size;
+  if (from_file)
+    load->path = copy(L, 1, &path_size);
+  else
+    load->text = copy(L, 1, &load->text_size);
+  load->passphrase = copy(L, 2, &load->passphrase_size);
+  if ((load->path == NULL && load->text == NULL) ||
+      (load->passphrase == NULL && !lua_isnil(L, 2))) {
+    free_load(load);
+    return luaL_error(L, "out of memory");
+  }
+  load->rt = cir_runtime_of(L);
+  load->on_done = cir_callback_ref(L, 3);
+  load->handle = handle;
+  *handle = load;
+  lua_pushvalue(L, -1);
+  load->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
+  uv_queue_work(cir_loop(load->rt), &load->work, on_pool, on_pool_done);
+  return 1;
+}
+
+/* ssh.key_read(path, passphrase or nil, function(err, key) end) -> handle. [-3, +1, v] */
+static int l_key_read(lua_State *L) {
+  return start_load(L, true);
+}
+
+/* ssh.key_parse(text, passphrase or nil, function(err, key) end) -> handle. [-3, +1, v] */
+static int l_key_parse(lua_State *L) {
+  return start_load(L, false);
+}
+
+static int l_load_cancel(lua_State *L) {
+  key_load **handle = luaL_checkudata(L, 1, KEY_LOAD);
+  if (*handle != NULL) {
+    (*handle)->cancelled = true;
+    uv_cancel((uv_req_t *)&(*handle)->work);
+  }
+  return 0;
+}
+
+static cir_ssh_key *check_key(lua_State *L) {
+  return *(cir_ssh_key **)luaL_checkudata(L, 1, CIR_SSH_KEY);
+}
+
+static int l_key_type(lua_State *L) {
+  lua_pushstring(L, check_key(L)->type);
+  return 1;
+}
+
+/* key:public() -> the public key as servers know it, in bytes. */
+static int l_key_public(lua_State *L) {
+  cir_ssh_key *key = check_key(L);
+  lua_pushlstring(L, (const char *)key->blob, key->blob_size);
+  return 1;
+}
+
+static int l_key_comment(lua_State *L) {
+  lua_pushstring(L, check_key(L)->comment);
+  return 1;
+}
+
+/* key:sign(algorithm, data) -> what belongs inside the signature's inner string; nil when it
+ * cannot. */
+static int l_key_sign(lua_State *L) {
+  cir_ssh_key *key = check_key(L);
+  size_t algorithm_size, size, signature_size = 0;
+  const char *algorithm = luaL_checklstring(L, 2, &algorithm_size);
+  const char *data = luaL_checklstring(L, 3, &size);
+  uint8_t *signature = cir_ssh_key_sign(key, (cir_span){(const uint8_t *)algorithm, algorithm_size},
+                                        (const uint8_t *)data, size, &signature_size);
+  if (signature == NULL)
+    lua_pushnil(L);
+  else
+    lua_pushlstring(L, (const char *)signature, signature_size);
+  free(signature);
+  return 1;
+}
+
+static int l_key_gc(lua_State *L) {
+  cir_ssh_key **key = luaL_checkudata(L, 1, CIR_SSH_KEY);
+  cir_ssh_key_free(*key);
+  *key = NULL;
+  return 0;
+}
+
+void cir_ssh_key_register(lua_State *L) {
+  static const luaL_Reg key_methods[] = {{"type", l_key_type},       {"public", l_key_public},
+                                         {"comment", l_key_comment}, {"sign", l_key_sign},
+                                         {"__gc", l_key_gc},         {NULL, NULL}};
+  static const luaL_Reg load_methods[] = {
+      {"cancel", l_load_cancel}, {"__close", l_load_cancel}, {NULL, NULL}};
+  if (luaL_newmetatable(L, CIR_SSH_KEY)) {
+    luaL_setfuncs(L, key_methods, 0);
+    lua_pushvalue(L, -1);
+    lua_setfield(L, -2, "__index");
+  }
+  lua_pop(L, 1);
+  if (luaL_newmetatable(L, KEY_LOAD)) {
+    luaL_setfuncs(L, load_methods, 0);
+    lua_pushvalue(L, -1);
+    lua_setfield(L, -2, "__index");
+  }
+  lua_pop(L, 1);
+}
+
+/* --- codings -----------------------------------------------------------------------------------
+ */
+
+/* ssh.hash_name(salt, name) -> the 20 bytes that stand for a host's name in known_hosts. */
+static int l_hash_name(lua_State *L) {
+  size_t salt_size, size;
+  const char *salt = luaL_checklstring(L, 1, &salt_size), *name = luaL_checklstring(L, 2, &size);
+  uint8_t hash[SHA1_SIZE];
+  unsigned int hash_size = 0;
+  if (HMAC(EVP_sha1(), salt, (int)salt_size, (const uint8_t *)name, size, hash, &hash_size) == NULL)
+    return luaL_error(L, "HMAC-SHA1 is not available");
+  lua_pushlstring(L, (const char *)hash, hash_size);
+  return 1;
+}
+
+/* ssh.fingerprint(blob) -> "SHA256:...", as ssh-keygen -l writes it. */
+static int l_fingerprint(lua_State *L) {
+  size_t size;
+  const char *blob = luaL_checklstring(L, 1, &size);
+  uint8_t hash[SHA256_SIZE];
+  unsigned int hash_size = 0;
+  if (EVP_Digest(blob, size, hash, &hash_size, EVP_sha256(), NULL) != 1)
+    return luaL_error(L, "SHA-256 is not available");
+  char text[4 * ((SHA256_SIZE + 2) / 3) + 1];
+  int length = EVP_EncodeBlock((unsigned char *)text, hash, (int)hash_size);
+  while (length > 0 && text[length - 1] == '=')
+    length--;
+  lua_pushliteral(L, "SHA256:");
+  lua_pushlstring(L, text, (size_t)length);
+  lua_concat(L, 2);
+  return 1;
+}
+
+int luaopen_ciranda_core_ssh(lua_State *L) {
+  static const luaL_Reg functions[] = {{"open", cir_ssh_l_open},       {"key_read", l_key_read},
+                                       {"key_parse", l_key_parse},     {"hash_name", l_hash_name},
+                                       {"fingerprint", l_fingerprint}, {NULL, NULL}};
+  cir_ssh_session_register(L);
+  cir_ssh_channel_register(L);
+  cir_ssh_key_register(L);
+  luaL_newlib(L, functions);
+  lua_pushstring(L, libssh2_version(0));
+  lua_setfield(L, -2, "version");
+  return 1;
+}
