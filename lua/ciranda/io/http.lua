@@ -121,7 +121,7 @@ local function header_lines(headers, given)
   local lines = {}
   local function add(name, value)
     if type(name) ~= "string" or not (type(value) == "string" or type(value) == "number") then
-      errors.misuse(4, "http.request: a header must be a name with a string, such as Accept = \"text/plain\"")
+      errors.misuse(4, 'http.request: a header must be a name with a string, such as Accept = "text/plain"')
     end
     lines[#lines + 1] = name .. ": " .. value
     given[name:lower()] = true
@@ -229,10 +229,11 @@ end
 
 --- A request whose news are taken one by one, while the server waits.
 local function stream(core_options, target, options)
-  local news, first = {}, 1
+  local news, first, last = {}, 1, 0
   local wake, handle
   local function tell(item)
-    news[#news + 1] = item
+    last = last + 1
+    news[last] = item
     if wake then
       wake()
     end
@@ -257,8 +258,8 @@ local function stream(core_options, target, options)
         wake = done
         return function()
           wake = function()
-            if news[#news][1] == "end" then
-              done(news[#news][2])
+            if news[last][1] == "end" then
+              done(news[last][2])
             end
           end
           handle:cancel()

@@ -67,8 +67,8 @@ end
 ---@class ciranda.server.Answer
 ---@field status integer?        200 by default
 ---@field headers table<string, string|string[]>|{ [1]: string, [2]: string }[]?  not Content-Length: see `length`
----@field body string|(fun(write: fun(chunk: string)))?  a function is run in the handler's task; its `write` waits while
----       the client takes its time, and raises `closed` when the client has left
+---@field body string|(fun(write: fun(chunk: string)))?  a function is run in the handler's task; its `write` waits
+---       while the client takes its time, and raises `closed` when the client has left
 ---@field length integer?        of a body that is written by a function; without one it is sent in chunks
 ---@field json any?              a body in JSON, with its content type
 ---@field truncate integer?      a fault: end the connection after so many bytes of the body
@@ -157,7 +157,7 @@ local function send(exchange, request, answer)
     error(
       errors.new {
         code = "misuse",
-        message = "a handler must return a table such as { status = 200, body = \"\" }, got " .. type(answer),
+        message = 'a handler must return a table such as { status = 200, body = "" }, got ' .. type(answer),
       },
       0
     )
@@ -211,7 +211,7 @@ local function report(self, err, request)
     return self.on_error(err, request)
   end
   local text = errors.is(err) and err.describe and err:describe() or errors.text(err)
-  require("ciranda.io.log").error("%s failed: %s", tostring(request), text)
+  require("ciranda.io.log").error(("%s failed: %s"):format(tostring(request), text))
 end
 
 --- A handler's task: whatever happens, the client gets an answer and the server goes on.
@@ -230,12 +230,13 @@ local function serve(self, exchange, request)
   if errors.is(err, "closed") and err.op == "server.write" then
     return -- the client left in the middle of its answer: its own affair
   end
+  local status, text = 500, "Internal error.\n"
   if errors.is(err, "timeout") then
-    exchange:respond(503, { { "Content-Type", "text/plain" } }, "No answer in time.\n")
-  else
-    exchange:respond(500, { { "Content-Type", "text/plain" } }, "Internal error.\n")
+    status, text = 503, "No answer in time.\n"
   end
-  exchange:drop() -- an answer that was begun cannot be mended: cut it, so that the client does not take it for whole
+  if not exchange:respond(status, { { "Content-Type", "text/plain" } }, text) then
+    exchange:drop() -- an answer that was begun is cut, so that the client does not take it for whole
+  end
   report(self, err, request)
 end
 

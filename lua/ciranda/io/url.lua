@@ -31,7 +31,12 @@ local function text_of(value, name)
   elseif kind == "number" then
     return math.type(value) == "integer" and ("%d"):format(value) or ("%.17g"):format(value)
   end
-  return errors.misuse(3, "url.query: the value of '%s' must be text, a number or a boolean, not %s", name, kind)
+  return errors.misuse(
+    3,
+    "url.query: the value of '%s' must be text, a number or a boolean, not %s",
+    name,
+    kind
+  )
 end
 
 --- The query string of a table, names in alphabetical order; a list as value repeats the name. Also the body of a form.

@@ -214,7 +214,19 @@ describe("ciranda.io.crypto", function()
 
     it("skips white space and refuses everything else", function()
       assert.equal("foobar", crypto.unbase64("Zm9v\r\n YmFy\n"))
-      for _, bad in ipairs { "Zm9v!", "Z", "Zm9vY", "Zg=", "Zg===", "Zh==", "Zm9=", "=Zg=", "Zg==Zg==", "-_-_", "Zm9v\0" } do
+      for _, bad in ipairs {
+        "Zm9v!",
+        "Z",
+        "Zm9vY",
+        "Zg=",
+        "Zg===",
+        "Zh==",
+        "Zm9=",
+        "=Zg=",
+        "Zg==Zg==",
+        "-_-_",
+        "Zm9v\0",
+      } do
         assert.is_true(errors.is(raised(crypto.unbase64, bad), "parse"), bad)
       end
       assert.is_true(errors.is(raised(crypto.unbase64url, "+/+/"), "parse"))
