@@ -1,10 +1,14 @@
 /*
  * ssh.h - what the files of ciranda.core.ssh share: sessions on libssh2, driven by the loop.
  *
- *   ssh_module.c     functions of the module: open, keys, base64, fingerprints
- *   ssh_session.c    the pump, operations, deadlines, keepalive, death
+ *   ssh_module.c     functions of the module: keys, fingerprints
+ *   ssh_session.c    the pump, deadlines, keepalive, death; ssh_session_lua.c its methods in Lua
+ *   ssh_operation.c  the queue of what is asked of a session
+ *   ssh_raw.c        what libssh2 calls: memory and bytes; what its failures mean
+ *   ssh_open.c       connection, identification, key exchange
  *   ssh_auth.c       public key authentication, with a key of ours or a signer in Lua
- *   ssh_channel.c    commands, subsystems and tunnels: streams, exit, signals
+ *   ssh_start.c      opening a channel for a command, a subsystem or a tunnel
+ *   ssh_channel.c    its streams, exit and signals; ssh_channel_lua.c its methods in Lua
  *   ssh_socket.c     a session's bytes over a TCP socket
  *   ssh_stream.c     a session's bytes over functions in Lua (a jump host, a relay, a proxy
  * command) ssh_key*.c       private keys
@@ -26,7 +30,7 @@
  *    request that has an answer is under way a session (the operations queue), and one that was
  *    given up keeps its place until its channel is closed, after which no answer can come.
  * 4. libssh2 reports status 0 both for success and for no status at all. What really came is seen
- *    when libssh2 frees the packet, in our allocator (ssh_session.c, on_free).
+ *    when libssh2 frees the packet, in our allocator (ssh_raw.c, on_free).
  * 5. Time: deadlines are ours and monotonic. libssh2's own (wall clock) is set out of reach, and a
  *    deadline's clock starts when its phase starts.
  * 6. Freeing may answer EAGAIN for ever on a dead peer: the transport is closed first, after which
@@ -167,6 +171,12 @@ struct cir_ssh_operation {
  */
 void cir_ssh_submit(lua_State *L, int index, cir_ssh_operation *operation, int callback);
 
+/* Step the first operation, and the next when it ends. Returns whether any ended. */
+bool cir_ssh_operations_step(cir_ssh_session *session);
+
+/* Report the session's fault to all operations, those queued by the reports included. */
+void cir_ssh_operations_fail(cir_ssh_session *session);
+
 /* Set a deadline that counts from now; 0 takes it away. */
 void cir_ssh_deadline(cir_ssh_operation *operation, uint64_t timeout);
 
@@ -202,6 +212,17 @@ struct cir_ssh_session {
   bool hangup; /* the peer has closed its side */
   bool buried; /* dead, and everyone has been told */
 };
+
+/* Initialise libssh2 and the end of the module, once. Returns whether it is ready. */
+bool cir_ssh_module_begin(cir_runtime *rt);
+
+/* Enter a zeroed session into the list. It has two shares: the userdata's and the timer's. */
+void cir_ssh_session_begin(cir_ssh_session *session, cir_runtime *rt);
+
+/* Make session->raw; false when there is no memory. Free it, its transport being closed (rule 6).
+ */
+bool cir_ssh_raw_new(cir_ssh_session *session);
+void cir_ssh_raw_free(cir_ssh_session *session);
 
 /* Take and give back a share in the session's memory. */
 void cir_ssh_hold(cir_ssh_session *session);
@@ -271,6 +292,7 @@ int cir_ssh_l_auth_methods(lua_State *L);
 
 /* Make the metatables. [-0, +0, m] */
 void cir_ssh_session_register(lua_State *L);
+void cir_ssh_operation_register(lua_State *L);
 void cir_ssh_channel_register(lua_State *L);
 void cir_ssh_key_register(lua_State *L);
 

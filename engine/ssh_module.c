@@ -329,6 +329,7 @@ int luaopen_ciranda_core_ssh(lua_State *L) {
                                        {"key_parse", l_key_parse},     {"hash_name", l_hash_name},
                                        {"fingerprint", l_fingerprint}, {NULL, NULL}};
   cir_ssh_session_register(L);
+  cir_ssh_operation_register(L);
   cir_ssh_channel_register(L);
   cir_ssh_key_register(L);
   luaL_newlib(L, functions);
