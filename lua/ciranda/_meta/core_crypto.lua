@@ -1,0 +1,79 @@
+---@meta ciranda.core.crypto
+--- Digests, RS256, base64 and random bytes (engine/crypto.c). Private: use ciranda.io.crypto.
+
+---@class ciranda.core.crypto
+local M = {}
+
+---@class ciranda.core.Digest
+local Digest = {}
+
+---@param data string
+---@return ciranda.core.Digest self
+function Digest:update(data) end
+
+--- The digest's bytes. It cannot be used afterwards.
+---@return string
+function Digest:finish() end
+
+---@param algorithm "sha256"|"sha1"|"md5"|"crc32c"
+---@param data string
+---@return string bytes
+function M.digest(algorithm, data) end
+
+---@param algorithm "sha256"|"sha1"|"md5"|"crc32c"
+---@return ciranda.core.Digest
+function M.start(algorithm) end
+
+---@param algorithm "sha256"|"sha1"|"md5"
+---@param key string
+---@param data string
+---@return string bytes
+function M.hmac(algorithm, key, data) end
+
+--- On the thread pool.
+---@param path string
+---@param wanted { sha256: boolean?, sha1: boolean?, md5: boolean?, crc32c: boolean?, offset: integer?, length: integer? }
+---@param callback fun(err: table?, result: { size: integer, sha256: string?, sha1: string?, md5: string?, crc32c: string? }?)
+---@return { cancel: fun(self) } handle
+function M.digest_file(path, wanted, callback) end
+
+--- On the thread pool. The keys are PEM.
+---@param bits integer 2048 to 8192
+---@param callback fun(err: table?, pair: { private_key: string, public_key: string }?)
+---@return { cancel: fun(self) } handle
+function M.rsa_generate(bits, callback) end
+
+---@param private_key_pem string
+---@param data string
+---@return string? signature
+---@return table? err
+function M.rs256_sign(private_key_pem, data) end
+
+---@param public_key_pem string
+---@param data string
+---@param signature string
+---@return boolean? good nil for a key that is none
+---@return table? err
+function M.rs256_verify(public_key_pem, data, signature) end
+
+---@param data string
+---@param url boolean? the alphabet of URLs, without padding
+---@return string
+function M.base64(data, url) end
+
+---@param text string
+---@param url boolean?
+---@return string? data
+---@return table? err
+function M.unbase64(text, url) end
+
+---@param count integer at most 1048576
+---@return string
+function M.random(count) end
+
+---@param a string
+---@param b string
+---@return boolean
+function M.equal(a, b) end
+
+return M
