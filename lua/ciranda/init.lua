@@ -50,7 +50,14 @@ local MODULES = {
 ---@field checkpoint table
 local M = {}
 
+local names = { "version" }
+for name in pairs(MODULES) do
+  table.insert(names, name)
+end
+table.sort(names)
+
 return setmetatable(M, {
+  __names = names, -- for completion at the prompt, which loads nothing
   __index = function(self, name)
     local value
     if name == "version" then
@@ -62,7 +69,7 @@ return setmetatable(M, {
     return value
   end,
   __pairs = function(self)
-    for name in next, MODULES do
+    for _, name in ipairs(names) do
       local _ = self[name]
     end
     return next, self, nil

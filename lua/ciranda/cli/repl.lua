@@ -58,14 +58,20 @@ local function complete(word, env)
     local meta = getmetatable(subject)
     subject = type(meta) == "table" and meta.__index or nil
   end
+  local function offer(key)
+    if type(key) == "string" and key:sub(1, #last) == last and key:find("^[%a_]") and not seen[key] then
+      seen[key] = true
+      table.insert(words, prefix .. key)
+    end
+  end
   while type(subject) == "table" and hops < 8 do
     for key in next, subject do
-      if type(key) == "string" and key:sub(1, #last) == last and key:find("^[%a_]") and not seen[key] then
-        seen[key] = true
-        table.insert(words, prefix .. key)
-      end
+      offer(key)
     end
     local meta = getmetatable(subject)
+    for _, key in ipairs(type(meta) == "table" and meta.__names or {}) do
+      offer(key) -- fields that are made when they are first used
+    end
     subject = type(meta) == "table" and type(meta.__index) == "table" and meta.__index or nil
     hops = hops + 1
   end
@@ -93,7 +99,11 @@ local function run_line(scope, chunk, env, write)
   local outcome
   local line = scope:spawn(function()
     outcome = table.pack(xpcall(chunk, function(err)
-      return type(err) == "string" and debug.traceback(err, 2) or err
+      if type(err) ~= "string" then
+        return err
+      end
+      -- What is below the line's own chunk is the REPL.
+      return (debug.traceback(err, 2):gsub("\n%s*%[C%]: in function 'xpcall'.*", ""))
     end))
   end)
   M.running = line

@@ -87,7 +87,9 @@ local function on_blocked(traceback, seconds)
     return
   end
   reported[traceback] = true
-  require("ciranda.io.log").warn(("the loop was held up for %.0f ms by:\n%s"):format(seconds * 1000, traceback))
+  require("ciranda.io.log").warn(
+    ("the loop was held up for %.0f ms by:\n%s"):format(seconds * 1000, traceback)
+  )
 end
 
 --- What an uncaught error looks like to a person.

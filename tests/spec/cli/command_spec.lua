@@ -1,0 +1,100 @@
+-- The command line, from outside: recipes given as files, help, mistakes.
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
+
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+
+describe("the command line", function()
+  local directory
+  before_each(function()
+    directory = fs.tempdir()
+    fs.write(directory .. "/helper.lua", "return { word = 'helped' }")
+    fs.write(
+      directory .. "/mine.lua",
+      [[
+      local helper = require("helper")
+      return {
+        summary = "a recipe of my own",
+        flags = { { name = "STATUS", type = "integer", default = 0 }, { name = "RAISE" } },
+        run = function(context)
+          if context.flags.RAISE then
+            require("ciranda.io.error").raise { code = context.flags.RAISE, message = "as asked" }
+          end
+          print(helper.word, context.flags.STATUS)
+          context.finish { kind = "user", message = "the last line" }
+          return context.flags.STATUS
+        end,
+      }]]
+    )
+  end)
+  after_each(function()
+    fs.remove_tree(directory)
+  end)
+
+  local function ciranda(...)
+    return process.run { BINARY, timeout = 20, ... }
+  end
+
+  it("runs a recipe from a file, with modules beside it", function()
+    local result = ciranda("run", directory .. "/mine.lua", "--STATUS=4")
+    assert.equal("helped\t4\n", result.stdout)
+    assert.equal("the last line\n", result.stderr)
+    assert.equal(4, result.code)
+  end)
+
+  it("ends with a JSON record when asked to", function()
+    local result = ciranda("--json", "run", directory .. "/mine.lua", "--STATUS=4")
+    local last = json.decode(result.stdout:match("([^\n]+)\n$"))
+    assert.equal("message", last.event)
+    local record = json.decode(result.stdout:match('({"[^\n]*"event":"end"[^\n]*})'))
+    assert.equal("user", record.kind)
+    assert.equal(4, record.status)
+  end)
+
+  it("gives 2 for usage, 124 for a deadline, 1 for the rest", function()
+    local recipe = directory .. "/mine.lua"
+    for code, status in pairs { usage = 2, deadline = 124, failed = 1, quota = 1 } do
+      local result = ciranda("run", recipe, "--RAISE=" .. code)
+      assert.equal(status, result.code)
+      assert.matches("as asked", result.stderr)
+    end
+    assert.equal(2, ciranda("run", recipe, "--NONE=1").code)
+  end)
+
+  it("says what is wrong with a command line", function()
+    for _, case in ipairs {
+      { { "nosuch" }, "no recipe 'nosuch'" },
+      { { "--nosuch" }, "no option %-%-nosuch" },
+      { { "eval" }, "needs a piece of Lua" },
+      { { "run" }, "run needs a recipe" },
+      { { "run", directory .. "/helper.lua" }, "is no recipe" },
+      { { "--path" }, "needs a directory" },
+    } do
+      local result = ciranda(table.unpack(case[1]))
+      assert.equal(2, result.code)
+      assert.matches(case[2], result.stderr)
+    end
+  end)
+
+  it("lists its recipes, and a recipe's flags", function()
+    local help = ciranda("help")
+    assert.equal(0, help.code)
+    assert.matches("multihost_runner", help.stdout)
+    local recipe = ciranda("help", "multihost_runner")
+    assert.equal(0, recipe.code)
+    assert.matches("%-%-TPU_PREFIX", recipe.stdout)
+  end)
+
+  it("finds modules of --path and CIRANDA_PATH", function()
+    assert.equal("helped\n", ciranda("--path", directory, "eval", "print(require('helper').word)").stdout)
+    local result = process.run {
+      BINARY,
+      "eval",
+      "print(require('helper').word, ...)",
+      "x",
+      env = { CIRANDA_PATH = directory },
+    }
+    assert.equal("helped\tx\n", result.stdout)
+  end)
+end)

@@ -1,0 +1,133 @@
+-- Signals to the program: what is interrupted, what is cleaned, with what status it ends.
+local process = require("ciranda.io.process")
+local task = require("ciranda.task")
+
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+
+--- Starts a chunk that prints "ready", sends it signals, returns its result.
+local function interrupt(chunk, signals, gap)
+  local out, err = {}, {}
+  local ready = task.event()
+  local program = process.spawn {
+    BINARY,
+    "-e",
+    chunk,
+    timeout = 30,
+    on_stdout = function(text)
+      table.insert(out, text)
+      if table.concat(out):find("ready") then
+        ready:set()
+      end
+    end,
+    on_stderr = function(text)
+      table.insert(err, text)
+    end,
+  }
+  task.timeout(10, ready.wait, ready)
+  task.sleep(0.05)
+  for i, signal in ipairs(signals) do
+    if i > 1 then
+      task.sleep(gap or 0.05)
+    end
+    program:kill(signal)
+  end
+  local result = program:wait()
+  return { code = result.code, signal = result.signal, stdout = table.concat(out), stderr = table.concat(err) }
+end
+
+local READY = "io.write('ready\\n') io.flush() "
+
+describe("SIGINT", function()
+  it("ends a wait, after clean-up, with 130", function()
+    local result = interrupt(
+      [[local task = require("ciranda.task")
+      local guard <close> = setmetatable({}, { __close = function() task.sleep(0.05) print("cleaned") end }) ]]
+        .. READY
+        .. "task.sleep(60)",
+      { "sigint" }
+    )
+    assert.equal(130, result.code)
+    assert.matches("cleaned", result.stdout)
+  end)
+
+  it("interrupts a loop without end", function()
+    assert.equal(130, interrupt(READY .. "while true do end", { "sigint" }).code)
+  end)
+
+  it("interrupts a loop without end in a nested coroutine", function()
+    local result = interrupt(READY .. "coroutine.wrap(function() while true do end end)()", { "sigint" })
+    assert.equal(130, result.code)
+  end)
+
+  it("can be caught by pcall around a busy loop, once", function()
+    local result = interrupt(
+      READY .. "local ok, err = pcall(function() while true do end end) print(ok, err.code)",
+      { "sigint" }
+    )
+    assert.matches("false\tinterrupted", result.stdout, 1, true)
+  end)
+
+  it("leaves by itself when a C function does not return and a second one comes", function()
+    local chunk = READY .. "string.rep('a', 1 << 16):find(string.rep('a*', 60) .. 'b')"
+    local result = interrupt(chunk, { "sigint", "sigint" }, 0.3)
+    assert.equal(130, result.code)
+  end)
+
+  it("leaves at once when clean-up takes long and a second one comes", function()
+    local result = interrupt(
+      [[local task = require("ciranda.task")
+      local guard <close> = setmetatable({}, { __close = function() task.sleep(8) print("cleaned") end }) ]]
+        .. READY
+        .. "task.sleep(60)",
+      { "sigint", "sigint" },
+      0.3
+    )
+    assert.equal(130, result.code)
+    assert.not_matches("cleaned", result.stdout)
+    assert.matches("still running", result.stderr)
+  end)
+end)
+
+describe("other signals", function()
+  it("SIGTERM ends with 143 and SIGHUP with 129, after clean-up", function()
+    for signal, status in pairs { sigterm = 143, sighup = 129 } do
+      local result = interrupt(
+        [[local guard <close> = setmetatable({}, { __close = function() print("cleaned") end }) ]]
+          .. READY
+          .. [[require("ciranda.task").sleep(60)]],
+        { signal }
+      )
+      assert.equal(status, result.code)
+      assert.matches("cleaned", result.stdout)
+    end
+  end)
+
+  it("SIGQUIT prints the tasks and goes on", function()
+    local result = interrupt(READY .. [[require("ciranda.task").sleep(0.5) print("went on")]], { "sigquit" })
+    assert.equal(0, result.code)
+    assert.matches("went on", result.stdout)
+    assert.matches("main", result.stderr)
+  end)
+end)
+
+describe("a turn of the loop that takes long", function()
+  local BUSY = "local t = os.clock() while os.clock() - t < 0.4 do end"
+
+  it("is reported with the culprit when others wait", function()
+    local result = process.run {
+      BINARY,
+      "-e",
+      ('local task = require("ciranda.task") task.all { function() %s end, function() task.sleep(0.6) end }'):format(
+        BUSY
+      ),
+    }
+    assert.equal(0, result.code)
+    assert.matches("held up", result.stderr)
+    assert.matches("command line%)?:1", result.stderr)
+  end)
+
+  it("is nobody's business when nothing else runs", function()
+    local result = process.run { BINARY, "-e", BUSY }
+    assert.equal("", result.stderr)
+  end)
+end)
