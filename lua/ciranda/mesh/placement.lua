@@ -119,8 +119,10 @@ local function contiguous(physical, shape)
   )
 end
 
---- Places one granule. Returns its slots row-major over the shape, and what decided.
-local function place(granule, shape, options, rules)
+--- What decides where a granule's devices go: an order of its own, or an assignment to the torus. Refuses what JAX
+-- refuses, before anything is laid out.
+---@return integer[]? slots, table how, ciranda.mesh.Physical? physical, ciranda.mesh.Axis[]? axes of the mesh
+local function decide(granule, shape, options, rules)
   if view.product(shape) ~= granule.count then
     fault.jax(
       "ValueError",
@@ -154,14 +156,23 @@ local function place(granule, shape, options, rules)
     rules = rules,
     core_first = rules.core_first and (granule.first_kind == "TPU7x" or granule.first_kind == "TPU7"),
   })
-  slots = view.fill(torus.view(matrix, physical.axes), physical.base)
+  return nil, { assignment = matrix, physical = physical.shape }, physical, torus.view(matrix, physical.axes)
+end
+
+--- Places one granule. Returns its slots row-major over the shape, and what decided.
+local function place(granule, shape, options, rules)
+  local slots, how, physical, axes = decide(granule, shape, options, rules)
+  if slots then
+    return slots, how
+  end
+  slots = view.fill(axes, physical.base)
   local lookup = physical.lookup
   if lookup then
     for index = 1, #slots do
       slots[index] = lookup[slots[index] + 1]
     end
   end
-  return slots, { assignment = matrix, physical = physical.shape }
+  return slots, how
 end
 
 local function result(devices, shape, slots, how, rules)
@@ -188,6 +199,18 @@ end
 ---@return ciranda.mesh.Placement
 function M.from_slots(devices, shape, slots, how)
   return result(devices, shape, slots, how, { release = how.release })
+end
+
+--- Whether JAX places a mesh on one slice of a grid, without laying it out.
+---@param mesh_shape integer[]
+---@param devices ciranda.mesh.Devices a grid
+---@param options { allow_split_physical_axes: boolean?, jax: string|ciranda.mesh.Rules|nil }?
+---@return boolean accepted, ciranda.Error? refusal
+function M.accepts(mesh_shape, devices, options)
+  options = options or {}
+  local ok, refusal =
+    pcall(decide, granules.of_grid(devices), mesh_shape, options, releases.rules(options.jax))
+  return ok, not ok and refusal or nil
 end
 
 local PLAIN = { contiguous_submeshes = true, allow_split_physical_axes = true, jax = true }
@@ -226,8 +249,13 @@ end
 --- Puts the slices' meshes together (numpy.block): DCN is the outer part of every axis, ICI the inner.
 --
 -- Where the mesh of slices has only 1s left, the elements of one granule stand in a row: those runs are copied whole.
----@param orders integer[][] slots of each granule; one alone stands for all, `stride` apart
-local function block(orders, stride, ici, dcn)
+---@param orders integer[][] slots of each granule, row-major over `ici`; one alone stands for all, `stride` apart
+---@param stride integer?
+---@param ici integer[]
+---@param dcn integer[]
+---@return integer[] slots row-major over the whole mesh
+---@return integer[] shape
+function M.block(orders, stride, ici, dcn)
   local rank = math.max(#ici, #dcn)
   ici, dcn = padded(ici, rank), padded(dcn, rank)
   local last = 0
@@ -272,8 +300,12 @@ local function block(orders, stride, ici, dcn)
   return out, shape
 end
 
---- The granules of a list, by slice or by process.
-local function split_list(devices, by_process, sorted)
+--- The granules of a list, by slice or by process, as jax.experimental.mesh_utils makes them.
+---@param devices ciranda.mesh.Devices a list
+---@param by_process boolean?
+---@param sorted boolean by their key; else in the order first seen
+---@return integer[][] slots of each
+function M.split(devices, by_process, sorted)
   local key = by_process and devices.process or devices.slice
   if key[1] == nil then
     fault.jax(
@@ -337,7 +369,7 @@ function M.create_hybrid_device_mesh(mesh_shape, dcn_mesh_shape, devices, option
   local count, parts = devices.slices, nil
   if not regular then
     devices = devices:as_list()
-    parts = split_list(devices, options.process_is_granule, options.should_sort_granules_by_key ~= false)
+    parts = M.split(devices, options.process_is_granule, options.should_sort_granules_by_key ~= false)
     count = #parts
   end
   if view.product(dcn_mesh_shape) ~= count then
@@ -359,7 +391,7 @@ function M.create_hybrid_device_mesh(mesh_shape, dcn_mesh_shape, devices, option
       orders[index], how = place(granules.of_list(devices, slots), shape, options, rules)
     end
   end
-  local slots, whole = block(orders, devices.per_slice, shape, dcn_mesh_shape)
+  local slots, whole = M.block(orders, devices.per_slice, shape, dcn_mesh_shape)
   how.ici, how.dcn = shape, dcn_mesh_shape
   return result(devices, whole, slots, how, rules)
 end

@@ -68,6 +68,23 @@ local function twistable(dims)
   return n % 4 == 0 and sorted[3] == 2 * n and (sorted[2] == n or sorted[2] == 2 * n)
 end
 
+--- Which axes of a slice close into a ring, by the rule the table follows: v5e and v6e only along 16 chips, the
+-- three-dimensional generations only when the slice is made of whole 4x4x4 cubes; v2 and v3 do not say.
+---@param kind string a generation or JAX's device_kind
+---@param dims integer[]
+---@return boolean[]
+function M.wrap_of(kind, dims)
+  local generation = types.generation_of(kind)
+  local wrap = { false, false, false }
+  if generation and generation.name ~= "v2" and generation.name ~= "v3" then
+    local cubes = dims[1] % 4 == 0 and dims[2] % 4 == 0 and dims[3] % 4 == 0
+    for axis = 1, 3 do
+      wrap[axis] = generation.dimensions == 3 and cubes or generation.dimensions == 2 and dims[axis] == 16
+    end
+  end
+  return wrap
+end
+
 --- Makes the object from what a row of the table, or the rule for cubes, gives.
 local function make(entry, listed)
   local generation = types.generations[entry.generation]

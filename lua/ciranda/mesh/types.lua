@@ -90,6 +90,15 @@ for index, row in ipairs(data.types) do
   M.by_name[entry.name] = entry
 end
 
+-- Other spellings in use, among them JAX's.
+local ALIASES = {
+  ["v5lite"] = "v5e",
+  ["v7x"] = "tpu7x",
+  ["tpu v5e"] = "v5e",
+  ["tpu v5p"] = "v5p",
+  ["tpu7"] = "tpu7x",
+}
+
 --- The generation of a name people use: "v5e", "v5litepod", "V5LITE_POD", "TPU v5 lite", "v5e-16".
 ---@param name string
 ---@return ciranda.mesh.Generation?
@@ -106,7 +115,7 @@ function M.generation_of(name)
       return generation
     end
   end
-  return ({ ["v5lite"] = M.generations.v5e, ["v7x"] = M.generations.tpu7x, ["tpu v5p"] = M.generations.v5p })[plain]
+  return M.generations[ALIASES[plain]]
 end
 
 --- Types of a generation whose size is nearest, smaller and larger ones.
