@@ -5,11 +5,17 @@
 # `list` is a file of lines "name path file": the module's name, the chunk's name and the file to read. A blank parts them
 # because it sorts before '.', so that sorted lines are sorted names, as engine/embedded.c searches them.
 #
-# Sources are embedded as they are, not stripped, so that line numbers in tracebacks hold.
+# Sources are embedded whole, not stripped, so that line numbers in tracebacks hold, and compressed with gzip: the text
+# of all modules is several times as large as the code.
 cmake_policy(VERSION 3.20)
 
 function(bytes_of file out)
-  file(READ "${file}" hex HEX)
+  execute_process(COMMAND gzip -9 -n -c "${file}" OUTPUT_FILE "${OUTPUT}.gz" RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "embed.cmake: gzip failed on ${file}")
+  endif()
+  file(READ "${OUTPUT}.gz" hex HEX)
+  file(REMOVE "${OUTPUT}.gz")
   string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," hex "${hex}")
   set(${out} "${hex}" PARENT_SCOPE)
 endfunction()
@@ -34,11 +40,11 @@ foreach(line IN LISTS MODULE_LINES)
   bytes_of("${file}" bytes)
   file(SIZE "${file}" size)
   string(APPEND arrays "static const unsigned char m${count}[] = {${bytes}0};\n")
-  string(APPEND rows "    {\"${name}\", \"${path}\", m${count}, ${size}},\n")
+  string(APPEND rows "    {\"${name}\", \"${path}\", {m${count}, sizeof m${count} - 1, ${size}}},\n")
   math(EXPR count "${count} + 1")
 endforeach()
 
-set(guard "0")
+set(guard "")
 set(guard_size 0)
 if(GUARD)
   bytes_of("${GUARD}" guard)
@@ -51,7 +57,7 @@ ${arrays}
 const cir_embedded cir_embedded_modules[] = {
 ${rows}};
 const size_t cir_embedded_count = ${count};
-const unsigned char cir_guard_bytes[] = {${guard}};
-const size_t cir_guard_size = ${guard_size};
+static const unsigned char guard[] = {${guard}0};
+const cir_blob cir_embedded_guard = {guard, sizeof guard - 1, ${guard_size}};
 ")
 file(RENAME "${OUTPUT}.new" "${OUTPUT}")

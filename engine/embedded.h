@@ -1,24 +1,34 @@
-/* embedded.h - the Lua modules and the guard that the build puts into the program (cmake/embed.cmake). */
+/* embedded.h - the Lua modules and the guard that the build puts into the program
+ * (cmake/embed.cmake). */
 #ifndef CIR_EMBEDDED_H
 #define CIR_EMBEDDED_H
 
 #include <stddef.h>
 
+/* Bytes that are compressed with gzip. */
+typedef struct {
+  const unsigned char *packed;
+  size_t packed_size;
+  size_t size; /* unpacked; 0: there are none */
+} cir_blob;
+
 typedef struct {
   const char *name; /* as require takes it */
-  const char *path; /* below the source directory of the modules: the chunk's name, and where --lua-dir looks */
-  const unsigned char *text;
-  size_t size;
+  const char *path; /* below the source directory: the chunk's name, and where --lua-dir looks */
+  cir_blob text;
 } cir_embedded;
 
 /* Sorted by name (strcmp). */
 extern const cir_embedded cir_embedded_modules[];
 extern const size_t cir_embedded_count;
 
-extern const unsigned char cir_guard_bytes[];
-extern const size_t cir_guard_size; /* 0: none */
+extern const cir_blob cir_embedded_guard;
 
 /* The module of that name, or NULL. */
 const cir_embedded *cir_embedded_find(const char *name);
+
+/* Unpacks into room, which has blob->size bytes. Returns 0, or -1 when the program's file is
+ * damaged. */
+int cir_embedded_unpack(const cir_blob *blob, char *room);
 
 #endif

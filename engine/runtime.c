@@ -92,6 +92,16 @@ void cir_on_shutdown(cir_runtime *rt, void (*fn)(void *), void *arg) {
   rt->hooks = item;
 }
 
+/* Pushes what is embedded, unpacked, as a string. [-0, +1, e] */
+static const char *push_unpacked(lua_State *L, const cir_blob *blob) {
+  luaL_Buffer buffer;
+  char *room = luaL_buffinitsize(L, &buffer, blob->size);
+  if (cir_embedded_unpack(blob, room) != 0)
+    luaL_error(L, "the program's file is damaged: install it again");
+  luaL_pushresultsize(&buffer, blob->size);
+  return lua_tostring(L, -1);
+}
+
 /*
  * Finds an embedded module; with --lua-dir, the file of that directory first. Chunks are named as
  * files are, so that tracebacks read well. Returns false when there is none; raises a syntax error.
@@ -115,10 +125,12 @@ static bool load_module(lua_State *L, const char *name) {
     lua_pop(L, 1);
   }
   const char *chunk_name = lua_pushfstring(L, "@%s", module->path);
-  status = luaL_loadbufferx(L, (const char *)module->text, module->size, chunk_name, "t");
-  lua_remove(L, -2);
+  const char *text = push_unpacked(L, &module->text);
+  status = luaL_loadbufferx(L, text, module->text.size, chunk_name, "t");
   if (status != LUA_OK)
     lua_error(L);
+  lua_replace(L, -3);
+  lua_pop(L, 1);
   return true;
 }
 
@@ -153,10 +165,10 @@ static int l_embedded(lua_State *L) {
 /* engine.guard() -> the bytes of ciranda-guard for x86-64, or nil when this build carries none.
  * [-0, +1, m] */
 static int l_guard(lua_State *L) {
-  if (cir_guard_size == 0)
+  if (cir_embedded_guard.size == 0)
     lua_pushnil(L);
   else
-    lua_pushlstring(L, (const char *)cir_guard_bytes, cir_guard_size);
+    push_unpacked(L, &cir_embedded_guard);
   return 1;
 }
 

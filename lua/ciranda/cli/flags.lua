@@ -137,22 +137,18 @@ local function convert(flag, text)
   return value
 end
 
---- The argparse parser for a recipe.
+--- Declares a recipe's flags on an argparse parser or command.
+---@param parser table
 ---@param recipe_name string
----@param recipe table {summary, description, flags}
-local function parser_of(recipe_name, recipe)
-  local parser = argparse("ciranda " .. recipe_name, recipe.description or recipe.summary)
-  parser:help_max_width(100)
-  parser:add_help(false)
+---@param recipe table {flags}
+function M.declare(parser, recipe_name, recipe)
   parser:option("-h --help", "Show this help and end."):args(0):action("store_true")
   for index, flag in ipairs(recipe.flags or {}) do
     check_declaration(recipe_name, flag)
     local element
     if flag.positional then
       element = parser:argument("p" .. index, describe(flag))
-      element._element_name = flag.name
       element:args(flag.many and "*" or (flag.required and 1 or "?"))
-      element._usage_name = flag.name
       element:argname("<" .. flag.name .. ">")
     else
       element = parser:option("--" .. flag.name, describe(flag)):target("p" .. index)
@@ -161,6 +157,16 @@ local function parser_of(recipe_name, recipe)
       element:argname("<" .. (flag.type or "string") .. ">")
     end
   end
+end
+
+--- The argparse parser for a recipe.
+---@param recipe_name string
+---@param recipe table {summary, description, flags}
+local function parser_of(recipe_name, recipe)
+  local parser = argparse("ciranda " .. recipe_name, recipe.description or recipe.summary)
+  parser:help_max_width(100)
+  parser:add_help(false)
+  M.declare(parser, recipe_name, recipe)
   return parser
 end
 
@@ -170,15 +176,6 @@ end
 ---@return string
 function M.help(recipe_name, recipe)
   return parser_of(recipe_name, recipe):get_help()
-end
-
---- A completion script for a shell.
----@param recipe_name string
----@param recipe table
----@param shell "bash"|"zsh"|"fish"
----@return string
-function M.completion(recipe_name, recipe, shell)
-  return parser_of(recipe_name, recipe)["get_" .. shell .. "_complete"](parser_of(recipe_name, recipe))
 end
 
 --- Rewrites the short forms ("-dd 4", "-dd=4", "-b4") to the long ones: argparse reads "-dd" as "-d d".

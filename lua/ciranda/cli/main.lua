@@ -15,6 +15,7 @@ usage: ciranda [OPTION...] COMMAND [ARGUMENT...]
   ciranda repl                            read lines and run them; the default on a terminal
   ciranda eval CODE [ARGUMENT...]         run a piece of Lua (-e CODE too)
   ciranda test [PATH...]                  run Busted specs
+  ciranda completion SHELL                print completions for bash, zsh or fish
   ciranda help [RECIPE]   ciranda version
 
 options, before the command:
@@ -25,7 +26,7 @@ options, before the command:
 ]]
 
 ---@class ciranda.cli.Command
----@field kind "script"|"chunk"|"recipe"|"repl"|"test"|"help"|"version"
+---@field kind "script"|"chunk"|"recipe"|"repl"|"test"|"help"|"version"|"completion"
 ---@field name? string file, recipe or code
 ---@field args string[] what follows; [0] and below as lua has them
 ---@field paths string[]
@@ -104,8 +105,8 @@ local function parse(argv)
     command.kind = "default"
   elseif word == "repl" or word == "version" then
     command.kind, command.args = word, rest(i + 1, i)
-  elseif word == "help" then
-    command.kind, command.name = "help", argv[i + 1]
+  elseif word == "help" or word == "completion" then
+    command.kind, command.name = word, argv[i + 1]
   elseif word == "eval" then
     if not argv[i + 1] then
       return usage_error("eval needs a piece of Lua: ciranda eval 'print(1)'")
@@ -224,6 +225,10 @@ function M.boot()
   if command.kind == "repl" then
     return as_task(function()
       return require("ciranda.cli.repl").run()
+    end)
+  elseif command.kind == "completion" then
+    return as_task(function()
+      print(require("ciranda.cli.completion").script(command.name))
     end)
   elseif command.kind == "test" then
     return as_task(function()

@@ -50,13 +50,9 @@ function M.load(name)
     recipe = require("recipes." .. known)
   end
   if type(recipe) ~= "table" or type(recipe.run) ~= "function" then
-    errors.raise {
-      code = "usage",
-      message = ("%s is no recipe: it must return a table with a function `run` (a script is run as: ciranda %s)"):format(
-        name,
-        name
-      ),
-    }
+    local form =
+      "%s is no recipe: it must return a table with a function `run` (a script is run as: ciranda %s)"
+    errors.raise { code = "usage", message = form:format(name, name) }
   end
   return recipe, directory
 end
@@ -105,8 +101,7 @@ local function announce(context, result)
       "\n"
     )
     io.flush()
-  end
-  if result.message then
+  elseif result.message then
     context.progress:say("%s", result.message)
   end
 end
@@ -125,6 +120,11 @@ local function kind_of(err)
     return "preempted", 1
   end
   return "failed", 1
+end
+
+--- A message handler: errors of the library carry their traceback, a plain string gets one.
+local function with_traceback(err)
+  return type(err) == "string" and debug.traceback(err, 2) or err
 end
 
 --- Runs a recipe from its command line.
@@ -151,8 +151,8 @@ function M.main(command)
         result = given_result
       end,
     }
-    local simulator <close> = command.sim and start_simulator(command.sim, values) or nil
-    local ok, status = xpcall(recipe.run, errors.traceback, context)
+    local _ <close> = command.sim and start_simulator(command.sim, values) or nil
+    local ok, status = xpcall(recipe.run, with_traceback, context)
     context.progress:close()
     if ok then
       result = result or { kind = (status or 0) == 0 and "done" or "failed" }

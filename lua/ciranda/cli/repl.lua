@@ -173,7 +173,7 @@ function M.run()
     end
     return true
   end)
-  local closing <close> = setmetatable({}, {
+  local _ <close> = setmetatable({}, {
     __close = function()
       forget()
       if edit then

@@ -102,8 +102,8 @@ local function report(err, trace)
     io.stderr:write("ciranda: ", err.message, "\n")
     return 2
   end
-  io.stderr:write("ciranda: ", tostring(err), "\n")
-  local traceback = type(err) == "table" and err.traceback
+  io.stderr:write("ciranda: ", errors.text(err), "\n")
+  local traceback = type(err) == "table" and err.traceback or trace
   if
     traceback and (code == nil or code == "misuse" or code == "internal" or os.getenv("CIRANDA_TRACEBACK"))
   then
@@ -116,12 +116,9 @@ end
 ---@param fn fun(): integer? its value is the exit status, nil is 0
 ---@return integer status
 function M.run(fn)
-  for _, name in ipairs { "ciranda.io.stdio", "ciranda.task.loader" } do
-    if engine.load(name) then
-      require(name).install()
-    end
-  end
-  os.exit = orderly_exit ---@diagnostic disable-line: duplicate-set-field
+  require("ciranda.io.stdio").install()
+  require("ciranda.task.loader").install()
+  rawset(os, "exit", orderly_exit)
   engine.on_signal(on_signal)
   engine.on_blocked(on_blocked)
   engine.on_fatal(function(err)

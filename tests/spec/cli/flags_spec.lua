@@ -92,12 +92,6 @@ describe("flags", function()
     assert.is_true(parse("--help").help)
   end)
 
-  it("complete in bash, zsh and fish", function()
-    for _, shell in ipairs { "bash", "zsh", "fish" } do
-      assert.matches("COMMAND", flags.completion("thing", RECIPE, shell))
-    end
-  end)
-
   it("refuse a recipe whose declaration is wrong", function()
     local ok, err = pcall(flags.parse, "thing", { flags = { { name = "X", type = "colour" } } }, {})
     assert.is_false(ok)

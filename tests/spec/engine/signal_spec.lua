@@ -6,33 +6,28 @@ local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engin
 
 --- Starts a chunk that prints "ready", sends it signals, returns its result.
 local function interrupt(chunk, signals, gap)
-  local out, err = {}, {}
+  local out = {}
   local ready = task.event()
-  local program = process.spawn {
-    BINARY,
-    "-e",
-    chunk,
-    timeout = 30,
-    on_stdout = function(text)
-      table.insert(out, text)
-      if table.concat(out):find("ready") then
-        ready:set()
+  return task.timeout(30, function()
+    local scope <close> = task.scope()
+    local program <close> = process.spawn { BINARY, "-e", chunk, stdout = process.PIPE }
+    local reading = scope:spawn(function()
+      for text in program.stdout:values() do
+        table.insert(out, text)
+        if table.concat(out):find("ready") then
+          ready:set()
+        end
       end
-    end,
-    on_stderr = function(text)
-      table.insert(err, text)
-    end,
-  }
-  task.timeout(10, ready.wait, ready)
-  task.sleep(0.05)
-  for i, signal in ipairs(signals) do
-    if i > 1 then
-      task.sleep(gap or 0.05)
+    end)
+    ready:wait()
+    for i, signal in ipairs(signals) do
+      task.sleep(i > 1 and gap or 0.05)
+      program:signal(signal)
     end
-    program:kill(signal)
-  end
-  local result = program:wait()
-  return { code = result.code, signal = result.signal, stdout = table.concat(out), stderr = table.concat(err) }
+    local result = program:wait()
+    reading:wait()
+    return { code = result.code, signal = result.signal, stdout = table.concat(out), stderr = result.stderr }
+  end)
 end
 
 local READY = "io.write('ready\\n') io.flush() "
@@ -44,32 +39,32 @@ describe("SIGINT", function()
       local guard <close> = setmetatable({}, { __close = function() task.sleep(0.05) print("cleaned") end }) ]]
         .. READY
         .. "task.sleep(60)",
-      { "sigint" }
+      { "SIGINT" }
     )
     assert.equal(130, result.code)
     assert.matches("cleaned", result.stdout)
   end)
 
   it("interrupts a loop without end", function()
-    assert.equal(130, interrupt(READY .. "while true do end", { "sigint" }).code)
+    assert.equal(130, interrupt(READY .. "while true do end", { "SIGINT" }).code)
   end)
 
   it("interrupts a loop without end in a nested coroutine", function()
-    local result = interrupt(READY .. "coroutine.wrap(function() while true do end end)()", { "sigint" })
+    local result = interrupt(READY .. "coroutine.wrap(function() while true do end end)()", { "SIGINT" })
     assert.equal(130, result.code)
   end)
 
   it("can be caught by pcall around a busy loop, once", function()
     local result = interrupt(
       READY .. "local ok, err = pcall(function() while true do end end) print(ok, err.code)",
-      { "sigint" }
+      { "SIGINT" }
     )
     assert.matches("false\tinterrupted", result.stdout, 1, true)
   end)
 
   it("leaves by itself when a C function does not return and a second one comes", function()
     local chunk = READY .. "string.rep('a', 1 << 16):find(string.rep('a*', 60) .. 'b')"
-    local result = interrupt(chunk, { "sigint", "sigint" }, 0.3)
+    local result = interrupt(chunk, { "SIGINT", "SIGINT" }, 0.3)
     assert.equal(130, result.code)
   end)
 
@@ -79,7 +74,7 @@ describe("SIGINT", function()
       local guard <close> = setmetatable({}, { __close = function() task.sleep(8) print("cleaned") end }) ]]
         .. READY
         .. "task.sleep(60)",
-      { "sigint", "sigint" },
+      { "SIGINT", "SIGINT" },
       0.3
     )
     assert.equal(130, result.code)
@@ -90,7 +85,7 @@ end)
 
 describe("other signals", function()
   it("SIGTERM ends with 143 and SIGHUP with 129, after clean-up", function()
-    for signal, status in pairs { sigterm = 143, sighup = 129 } do
+    for signal, status in pairs { SIGTERM = 143, SIGHUP = 129 } do
       local result = interrupt(
         [[local guard <close> = setmetatable({}, { __close = function() print("cleaned") end }) ]]
           .. READY
@@ -103,7 +98,7 @@ describe("other signals", function()
   end)
 
   it("SIGQUIT prints the tasks and goes on", function()
-    local result = interrupt(READY .. [[require("ciranda.task").sleep(0.5) print("went on")]], { "sigquit" })
+    local result = interrupt(READY .. [[require("ciranda.task").sleep(0.5) print("went on")]], { "SIGQUIT" })
     assert.equal(0, result.code)
     assert.matches("went on", result.stdout)
     assert.matches("main", result.stderr)
