@@ -189,15 +189,15 @@ function M.misuse(level, format, ...)
   )
 end
 
---- The level, for `M.misuse` in the calling function, of the first function on the stack whose source is elsewhere.
---- It lets a room name its user's line however many of its own functions lie between.
+--- The level, for `M.misuse` in the calling function, of the first Lua function on the stack whose source is elsewhere.
+--- It lets a room name its user's line however many of its own functions, or pcalls, lie between.
 ---@param room string part of a chunk name, such as "ciranda/task/"
 ---@return integer
 function M.level_outside(room)
   local level = 2
   while true do
     local info = debug.getinfo(level, "S")
-    if not info or not info.source:find(room, 1, true) then
+    if not info or (info.what ~= "C" and not info.source:find(room, 1, true)) then
       return level - 1
     end
     level = level + 1

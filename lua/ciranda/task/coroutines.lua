@@ -6,8 +6,9 @@
 --- stock functions do.
 ---
 --- The body of a coroutine made inside a task runs under xpcall, so that its `<close>` variables are closed while
---- it can still wait: an error that nothing catches leaves them to lua_resetthread, which cannot suspend. The price
---- is depth: coroutines can be nested about 60 deep instead of 190, where Lua refuses with "C stack overflow".
+--- it can still wait: an error that nothing catches leaves them to lua_resetthread, which cannot suspend. That costs
+--- C stack, of which Lua allows 200 levels, so coroutines nested deeper than GUARDED_DEPTH go without: more than 150
+--- can be nested, and the `<close>` of the deepest cannot wait when an error leaves them.
 
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")
@@ -18,6 +19,8 @@ local M = {}
 local WAIT = scheduler.WAIT
 local stock_create, stock_resume, stock_yield = coroutine.create, coroutine.resume, coroutine.yield
 local stock_close, stock_running, stock_status = coroutine.close, coroutine.running, coroutine.status
+
+local GUARDED_DEPTH = 32
 
 -- Coroutines that wait, each with the task that runs it. Nobody else may resume or close them.
 ---@type table<thread, ciranda.Task>
@@ -52,7 +55,8 @@ end
 ---@param fn function
 ---@return thread
 function M.create(fn)
-  if scheduler.current and type(fn) == "function" then
+  local task = scheduler.current
+  if task and type(fn) == "function" and #(task.chain or "") < GUARDED_DEPTH then
     return stock_create(protect(fn))
   end
   return stock_create(fn)
@@ -90,12 +94,12 @@ function M.resume(co, ...)
   if not task or type(co) ~= "thread" then
     return stock_resume(co, ...)
   end
+  if stock_status(co) ~= "suspended" then
+    return stock_resume(co, ...)
+  end
   local holder = held[co]
   if holder then
     return false, ("cannot resume a coroutine that waits in %s"):format(tostring(holder))
-  end
-  if stock_status(co) ~= "suspended" then
-    return stock_resume(co, ...)
   end
   local chain = task.chain
   if not chain then
@@ -108,9 +112,10 @@ function M.resume(co, ...)
   return passed(task, co, stock_resume(co, ...))
 end
 
---- The position of the function that called the one this is called from, as luaL_where gives it.
+--- The position of the caller of a wrapped function, as luaL_where gives it. `unwrap` is tail-called by that
+--- function, so the caller is the next one on the stack.
 local function where()
-  local info = debug.getinfo(4, "Sl")
+  local info = debug.getinfo(3, "Sl")
   return info and info.currentline > 0 and ("%s:%d: "):format(info.short_src, info.currentline) or ""
 end
 

@@ -13,7 +13,8 @@ local function now()
   return uv.hrtime() / 1e9
 end
 
---- Start the timer for the request whose grace ends first, or stop it.
+--- Start the timer for the request whose grace ends first, or stop it. Looks at all of them: it must not be called
+--- for each of ten thousand.
 local function arm(self)
   local first
   for _, deadline in pairs(self.deadlines) do
@@ -21,6 +22,7 @@ local function arm(self)
       first = deadline
     end
   end
+  self.armed = first
   local timer = self.timer
   if not first then
     if timer and not timer:is_closing() then
@@ -42,7 +44,7 @@ end
 ---@param on_over fun(request: table): boolean? called when a grace is over; true: ask again in the next turn
 ---@return ciranda.Grace
 function M.new(on_over)
-  return setmetatable({ deadlines = {}, on_over = on_over }, Grace)
+  return setmetatable({ deadlines = {}, count = 0, on_over = on_over }, Grace)
 end
 
 --- Begin the grace of a request, unless it has begun.
@@ -50,8 +52,12 @@ end
 ---@param seconds number
 function Grace:start(request, seconds)
   if not self.deadlines[request] then
-    self.deadlines[request] = now() + seconds
-    arm(self)
+    local deadline = now() + seconds
+    self.deadlines[request] = deadline
+    self.count = self.count + 1
+    if not self.armed or deadline < self.armed then
+      arm(self)
+    end
   end
 end
 
@@ -60,7 +66,8 @@ end
 function Grace:stop(request)
   if self.deadlines[request] then
     self.deadlines[request] = nil
-    if not next(self.deadlines) then
+    self.count = self.count - 1
+    if self.count == 0 then
       arm(self)
     end
   end
@@ -77,7 +84,7 @@ function Grace:_check()
   for _, request in ipairs(over) do
     -- Ending one may have stopped another.
     if self.deadlines[request] and not self.on_over(request) then
-      self.deadlines[request] = nil
+      self:stop(request)
     end
   end
   arm(self)

@@ -232,22 +232,26 @@ function M.cancel_error(reason, what)
   })
 end
 
---- Whether every coroutine between a task and its present code can yield; if not, what stands in the way.
----@return string? culprit
+--- What stands between the running code and a wait, or nil when it may wait.
+---@param task ciranda.Task
+---@return string? culprit for people
 local function obstacle(task)
-  if not co_isyieldable() then
-    return trace.culprit(co_running(), 3)
-  end
   local chain = task.chain
-  if chain and #chain > 0 then
-    for index = #chain - 1, 1, -1 do
-      if not co_isyieldable(chain[index]) then
-        return trace.culprit(chain[index], 0)
-      end
+  local running = co_running()
+  local known = running == (chain and chain[#chain] or task.co)
+  if not co_isyieldable() then
+    return known and trace.culprit(running, 3) or "coroutine.close (a __close metamethod)"
+  elseif not known then
+    return "a coroutine that was resumed with a coroutine.resume taken before ciranda.task was loaded"
+  end
+  -- The coroutines around it have to pass the wait on.
+  for index = chain and #chain - 1 or 0, 1, -1 do
+    if not co_isyieldable(chain[index]) then
+      return trace.culprit(chain[index], 0)
     end
-    if not co_isyieldable(task.co) then
-      return trace.culprit(task.co, 0)
-    end
+  end
+  if running ~= task.co and not co_isyieldable(task.co) then
+    return trace.culprit(task.co, 0)
   end
   return nil
 end
@@ -268,15 +272,6 @@ function M.check_can_wait()
   if task.closing then
     error(task.closing, 0)
   end
-  local innermost = task.chain and task.chain[#task.chain] or task.co
-  if co_running() ~= innermost then
-    errors.misuse(
-      user_level(),
-      "cannot wait inside a coroutine that %s does not know: it was resumed with a coroutine.resume taken before "
-        .. "ciranda.task was loaded, or by a callback of the loop",
-      tostring(task)
-    )
-  end
   local culprit = obstacle(task)
   if culprit then
     errors.misuse(
@@ -295,8 +290,7 @@ function M.can_wait()
   if not task or task.closing then
     return false
   end
-  local chain = task.chain
-  return co_running() == (chain and chain[#chain] or task.co) and obstacle(task) == nil
+  return obstacle(task) == nil
 end
 
 --- The one wait. `start(done)` begins an operation and returns a function that cancels it.
@@ -372,7 +366,7 @@ local function end_scopes(task)
   local first
   while task.scopes and #task.scopes > 0 do
     local scope = task.scopes[#task.scopes]
-    first = first or scope
+    first = first or (scope.state == "open" and scope) or nil
     scope:_abandon()
   end
   return first

@@ -63,7 +63,8 @@ function Scope:spawn(name, fn, ...)
   if type(fn) ~= "function" then
     errors.misuse(scheduler.user_level(), "scope:spawn: a function expected, got %s", type(fn))
   end
-  if self.state ~= "open" then
+  -- While its end waits for children, these may start others.
+  if self.state ~= "open" and not (self.state == "closing" and self.count > 0) then
     errors.misuse(
       scheduler.user_level(),
       "scope:spawn: the scope opened at %s has ended; no task can be started in it",
