@@ -25,6 +25,9 @@ local PEER_LOST = {
 --- longer before than this, in seconds.
 local WINDOW = 30
 
+--- SIGABRT: what XLA's runtime ends a process with when its peers are gone.
+local ABORT = 6
+
 ---@class ciranda.run.Outcome how one worker's part of an attempt ended
 ---@field worker ciranda.Worker
 ---@field code integer? exit status, when it left by itself
@@ -79,15 +82,18 @@ function M.failure_line(outcome)
   )
 end
 
---- Does the log's end say that a peer went away?
----@param tail string?
+--- Does this failure look like that of a peer of the one that failed? Its log's end says so, or it aborted.
+---@param outcome ciranda.run.Outcome
 ---@return boolean
-local function speaks_of_peer(tail)
-  if tail then
-    for _, text in ipairs(PEER_LOST) do
-      if tail:find(text, 1, true) then
-        return true
-      end
+function M.follows(outcome)
+  if outcome.lost then
+    return false
+  elseif outcome.signal == ABORT or outcome.code == 128 + ABORT then
+    return true
+  end
+  for _, text in ipairs(PEER_LOST) do
+    if outcome.tail and outcome.tail:find(text, 1, true) then
+      return true
     end
   end
   return false
@@ -117,10 +123,7 @@ function M.first(outcomes)
     return { status = 0, kind = "user", consequences = {}, stopped = stopped }
   end
   for _, failure in ipairs(failures) do
-    local outcome = failure.outcome
-    failure.follows = #failures > 1
-      and not outcome.lost
-      and (speaks_of_peer(outcome.tail) or outcome.signal == 6 or outcome.code == 134)
+    failure.follows = M.follows(failure.outcome)
     -- A cause that ended long after the first victim did not cause it.
     failure.late = failure.at > earliest + WINDOW
   end

@@ -1,4 +1,4 @@
-local tar = require("ciranda.run.tar")
+local tar = require("ciranda.fleet.tar")
 
 --- Writes an archive of the entries and has tar(1) list or unpack it.
 local function with_archive(entries, command)
@@ -26,7 +26,7 @@ local function entry(path, fields)
   return made
 end
 
-describe("run.tar", function()
+describe("fleet.tar", function()
   it("writes what tar(1) reads: files, modes, times, directories, links", function()
     local listing = with_archive({
       entry("dir", { type = "directory", mode = 493 }),

@@ -1,0 +1,245 @@
+--- A fleet from TPU nodes (TPU VMs), found by name or by prefix.
+--
+-- The exact name wins and is then alone; else `PREFIX-<digits>`, ordered by number. The number is the slice's
+-- own: a gap stays a gap.
+local err = require("ciranda.io.error")
+
+local M = {}
+
+--- The last segment of a resource name.
+---@param name string
+---@return string
+function M.short_name(name)
+  return name:match("[^/]*$")
+end
+
+--- The zone in "projects/P/locations/Z/nodes/N".
+---@param name string
+---@return string?
+local function zone_of(name)
+  return name:match("/locations/([^/]+)/")
+end
+
+--- The nodes that a prefix names, in order, each with its slice number.
+---@param nodes table[] Node messages
+---@param prefix string
+---@return { node: table, index: integer }[]
+function M.matching(nodes, prefix)
+  local numbered = {}
+  for _, node in ipairs(nodes) do
+    local name = M.short_name(node.name)
+    if name == prefix then
+      return { { node = node, index = 0 } }
+    end
+    if name:sub(1, #prefix + 1) == prefix .. "-" then
+      local digits = name:sub(#prefix + 2):match("^%d+$")
+      if digits and #digits <= 9 then
+        numbered[#numbered + 1] = { node = node, index = math.tointeger(tonumber(digits)) }
+      end
+    end
+  end
+  table.sort(numbered, function(a, b)
+    return a.index < b.index
+  end)
+  return numbered
+end
+
+--- The host keys and the host name among one worker's guest attributes.
+---@param attributes table? a GuestAttributes message
+---@return string[]? pins, string? hostname
+local function from_guest_attributes(attributes)
+  local value = attributes and attributes.queryValue
+  local pins, hostname = {}, nil
+  for _, item in ipairs(value and value.items or {}) do
+    if item.namespace == "hostkeys" and item.key and item.value then
+      pins[#pins + 1] = item.key .. " " .. item.value:match("^%s*(.-)%s*$")
+    elseif item.key == "hostname" then
+      hostname = item.value
+    end
+  end
+  return #pins > 0 and pins or nil, hostname
+end
+
+--- One slice from a node.
+---@param node table a Node message
+---@param index integer the slice's number
+---@param guest_attributes table[]? GuestAttributes, one a worker, in order
+---@return ciranda.Slice
+function M.slice(node, index, guest_attributes)
+  local config = node.acceleratorConfig or {}
+  -- With n networks worker i is endpoint i*n.
+  local networks = math.max(1, #(node.networkConfigs or {}))
+  local endpoints = node.networkEndpoints or {}
+  local slice = {
+    index = index,
+    name = M.short_name(node.name),
+    zone = zone_of(node.name),
+    accelerator = node.acceleratorType,
+    topology = config.topology,
+    generation = config.type,
+    state = node.state,
+    health = node.health,
+    node_uid = node.id,
+    queued_resource = node.queuedResource and M.short_name(node.queuedResource),
+    symptoms = node.symptoms,
+    metadata = node.metadata,
+    upcoming_maintenance = node.upcomingMaintenance,
+    workers = {},
+  }
+  for place = 1, #endpoints, networks do
+    local endpoint = endpoints[place]
+    local number = (place - 1) // networks
+    local external = endpoint.accessConfig and endpoint.accessConfig.externalIp
+    local pins, hostname = from_guest_attributes(guest_attributes and guest_attributes[number + 1])
+    slice.workers[#slice.workers + 1] = {
+      slice = index,
+      index = number,
+      node = slice.name,
+      name = ("%s-w-%d"):format(slice.name, number),
+      address = external ~= "" and external or endpoint.ipAddress,
+      internal_address = endpoint.ipAddress,
+      has_external = external ~= nil and external ~= "",
+      hostname = hostname,
+      pins = pins,
+    }
+  end
+  return slice
+end
+
+--- A table of nodes for a person: name, state, health, type, workers, queued resource.
+---@param slices ciranda.Slice[]
+---@return string
+function M.table_text(slices)
+  local rows = { { "SLICE", "NAME", "STATE", "HEALTH", "TYPE", "WORKERS", "QUEUED RESOURCE" } }
+  for _, slice in ipairs(slices) do
+    rows[#rows + 1] = {
+      tostring(slice.index),
+      slice.name,
+      slice.state or "-",
+      slice.health or "-",
+      slice.accelerator or ("%s %s"):format(slice.generation or "-", slice.topology or ""),
+      tostring(#slice.workers),
+      slice.queued_resource or "-",
+    }
+  end
+  local widths = {}
+  for _, row in ipairs(rows) do
+    for column, cell in ipairs(row) do
+      widths[column] = math.max(widths[column] or 0, #cell)
+    end
+  end
+  for place, row in ipairs(rows) do
+    for column, cell in ipairs(row) do
+      row[column] = cell .. (" "):rep(widths[column] - #cell)
+    end
+    rows[place] = table.concat(row, "  "):gsub("%s+$", "")
+  end
+  return table.concat(rows, "\n")
+end
+
+--- Why these slices should not be run on as they are, or nil.
+--
+-- Each of these hangs a job for its whole time limit when it is not said beforehand: a gap in the numbers, nodes of
+-- several queued resources, mixed types, unequal worker counts, a node that is not READY.
+---@param slices ciranda.Slice[]
+---@return string?
+function M.problem(slices)
+  local first = slices[1]
+  local function differs(what, field)
+    for _, slice in ipairs(slices) do
+      if slice[field] ~= first[field] then
+        return ("%s: %s has %s, %s has %s"):format(
+          what,
+          first.name,
+          tostring(first[field] or "none"),
+          slice.name,
+          tostring(slice[field] or "none")
+        )
+      end
+    end
+  end
+  for _, slice in ipairs(slices) do
+    if slice.state and slice.state ~= "READY" then
+      return ("%s is %s, not READY"):format(slice.name, slice.state)
+    end
+  end
+  for place, slice in ipairs(slices) do
+    if #slice.workers == 0 then
+      return ("%s has no workers yet"):format(slice.name)
+    elseif #slice.workers ~= #first.workers then
+      return ("unequal worker counts: %s has %d, %s has %d"):format(
+        first.name,
+        #first.workers,
+        slice.name,
+        #slice.workers
+      )
+    elseif #slices > 1 and slice.index ~= place - 1 then
+      return ("there is a gap in the numbers: slice %d is missing"):format(place - 1)
+    end
+  end
+  return differs("mixed types", "accelerator")
+    or differs("mixed topologies", "topology")
+    or differs("more than one queued resource", "queued_resource")
+end
+
+--- The slices of all nodes with a prefix.
+---@param options { client: table, prefix: string, pins: boolean? } client: from `gcp.tpu`; pins: read the host
+---  keys from the guest attributes (true)
+---@return ciranda.Slice[]
+-- Raises "usage" for an empty prefix, "not_found" when no node has it.
+function M.slices(options)
+  err.check_options(options, { client = true, prefix = true, pins = true }, "provider.node")
+  local prefix = options.prefix
+  if type(prefix) ~= "string" or prefix == "" then
+    -- An empty prefix would name every node of the project.
+    err.raise({ code = "usage", op = "provider.node", message = "the name or prefix of the nodes is empty" })
+  end
+  local client = options.client
+  local nodes = client:list_nodes()
+  local found = M.matching(nodes, prefix)
+  if #found == 0 then
+    local names = {}
+    for place, node in ipairs(nodes) do
+      names[place] = M.short_name(node.name)
+    end
+    table.sort(names)
+    err.raise({
+      code = "not_found",
+      op = "provider.node",
+      target = prefix,
+      message = ("no TPU node is called %s or %s-<number> in zone %s of project %s%s"):format(
+        prefix,
+        prefix,
+        client.zone,
+        client.project,
+        #names > 0 and "; there are " .. table.concat(names, ", ", 1, math.min(#names, 20))
+          or "; there are none"
+      ),
+    })
+  end
+  return M.with_pins(client, found, options.pins)
+end
+
+--- Makes slices of nodes, reading each one's guest attributes at once.
+---@param client table
+---@param found { node: table, index: integer }[]
+---@param pins boolean?
+---@return ciranda.Slice[]
+function M.with_pins(client, found, pins)
+  local task = require("ciranda.task")
+  return task.map(found, function(entry)
+    local attributes
+    if pins ~= false and entry.node.state == "READY" then
+      local ok, answer = pcall(client.guest_attributes, client, M.short_name(entry.node.name))
+      if ok then
+        attributes = answer
+      elseif not err.is(answer, "not_found", "permission", "unsupported", "precondition") then
+        -- A policy may forbid guest attributes: then known_hosts decides. Anything else is a failure.
+        error(answer, 0)
+      end
+    end
+    return M.slice(entry.node, entry.index, attributes)
+  end, 16)
+end
+
+return M

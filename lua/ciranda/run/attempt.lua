@@ -1,0 +1,440 @@
+--- An attempt on one worker: a directory under `~/.ciranda/<run>/<attempt>/`, made and read through the guard.
+--
+-- Staging makes the directory; making `started` inside it starts the command, which can be done once. So every
+-- step here may be repeated after a lost connection: what has been staged stays staged, what was started is not
+-- started again, and a log is followed from the byte after the last one that arrived.
+local err = require("ciranda.io.error")
+local json = require("ciranda.io.json")
+local link_of = require("ciranda.fleet.link")
+local staging = require("ciranda.run.staging")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+local ROOT = staging.ROOT
+--- Seconds a short remote command may take before the connection counts as dead.
+local SHORT = 60
+--- A follow that has had nothing to say for this long ends and is begun again: so a connection that died
+--- without a word is noticed after this time and SHORT.
+local IDLE = 60
+--- The guard's exit status for "nothing came for so long".
+local GUARD_IDLE = 4
+--- And the one for an attempt of which neither a guard nor a process is left.
+local GUARD_LOST = 3
+
+---@class ciranda.run.AttemptSpec
+---@field run string
+---@field id string the attempt's name
+---@field worker ciranda.Worker
+---@field link ciranda.fleet.Link
+---@field command string
+---@field directory string where the command runs, below the login directory
+---@field environment table<string, string>
+---@field bundle ciranda.archive.Manifest? laid over `directory`
+---@field use_existing boolean? `directory` must be there already
+---@field guard ciranda.run.Guard
+---@field lost_after number? seconds without an answer after which the worker counts as lost (180)
+---@field on_phase fun()? the phase has changed
+
+---@class ciranda.run.Guard
+---@field bytes string the program
+---@field sha256 string in hexadecimal
+
+---@class ciranda.run.Attempt
+---@field worker ciranda.Worker
+---@field phase string what staging is doing, for the message that names a laggard
+---@field clock_offset number seconds the worker's clock is ahead of ours
+---@field boot_id string?
+---@field received integer bytes of the log that have been handed on
+local Attempt = {}
+Attempt.__index = Attempt
+
+---@return number seconds on a clock that only grows
+local function now()
+  return uv.hrtime() / 1e9
+end
+
+---@return number seconds since 1970
+local function wall()
+  local seconds, microseconds = uv.gettimeofday()
+  return seconds + microseconds / 1e6
+end
+
+--- The guard that this program carries (or that CIRANDA_GUARD names).
+---@return ciranda.run.Guard
+-- Raises "not_found" when there is none.
+function M.guard()
+  local bytes = require("ciranda.core.engine").guard()
+  if not bytes then
+    local path = os.getenv("CIRANDA_GUARD")
+    local file = path and io.open(path, "rb")
+    if not file then
+      err.raise({
+        code = "not_found",
+        op = "guard",
+        message = path and ("CIRANDA_GUARD names %s, which cannot be read"):format(path)
+          or "this program was built without the guard that runs on the workers; build it with musl-gcc, or let "
+            .. "CIRANDA_GUARD name the file",
+      })
+    end
+    bytes = file:read("a")
+    file:close()
+  end
+  local crypto = require("ciranda.io.crypto")
+  return { bytes = bytes, sha256 = crypto.hex(crypto.sha256(bytes)) }
+end
+
+--- Text as one word for a shell.
+---@param text string
+---@return string
+local function quote(text)
+  return "'" .. text:gsub("'", "'\\''") .. "'"
+end
+
+---@param spec ciranda.run.AttemptSpec
+---@return ciranda.run.Attempt
+function M.new(spec)
+  local attempt = {
+    phase = "waiting to connect",
+    clock_offset = 0,
+    received = 0,
+    lost_after = 180,
+    last_contact = now(),
+    path = ("%s/%s/%s"):format(ROOT, spec.run, spec.id),
+    -- Unlike any other sender's, also where several machines share a home directory.
+    part = ("part-%s-%d-%d"):format(spec.id, spec.worker.slice, spec.worker.index),
+    guard_path = ("%s/bin/guard-%s"):format(ROOT, spec.guard.sha256),
+  }
+  for name, value in pairs(spec) do
+    attempt[name] = value
+  end
+  return setmetatable(attempt, Attempt)
+end
+
+--- Notes what staging is doing.
+---@param phase string
+function Attempt:set_phase(phase)
+  self.phase = phase
+  if self.on_phase then
+    self.on_phase()
+  end
+end
+
+--- Runs a script with the worker's sh, whatever the login shell is.
+---@private
+---@param script string without single quotes
+---@param options table? for exec
+---@return table answer
+function Attempt:shell(script, options)
+  options = options or {}
+  options.timeout = options.timeout or SHORT
+  return self.link:use(function(connection)
+    local answer = connection:exec("sh -c " .. quote(script), options)
+    self.last_contact = now()
+    return answer
+  end)
+end
+
+--- Raises when a staging step did not succeed on the worker.
+---@private
+function Attempt:expect(answer, step)
+  if answer.code == 0 then
+    return answer
+  end
+  local words = (answer.stderr ~= "" and answer.stderr or answer.stdout):gsub("%s+$", "")
+  local why = answer.code and ("exit status %d"):format(answer.code)
+    or answer.signal and "killed by SIG" .. answer.signal
+    or "the connection ended before it did"
+  local code = words:find("No space left", 1, true) and "no_space"
+    or words:find("Permission denied", 1, true) and "permission"
+    or "failed"
+  err.raise({
+    code = code,
+    op = "stage",
+    target = link_of.title(self.worker),
+    message = ("%s failed on %s: %s"):format(step, link_of.title(self.worker), words ~= "" and words or why),
+  })
+end
+
+--- Stages the attempt: after it one small command starts the work. When the connection breaks it is done again; what
+--- was stored is found there.
+-- Raises what connecting raises; "no_space", "permission", "unsupported", "failed" with the worker's own words.
+function Attempt:stage()
+  self:persist(SHORT, "stage", function()
+    staging.stage(self)
+  end)
+end
+
+--- Runs a subcommand of the guard.
+---@private
+---@param arguments string subcommand, `%s` for the attempt's directory, options
+---@param options table?
+---@param path string? of another attempt
+---@return table answer
+function Attempt:ask_guard(arguments, options, path)
+  options = options or {}
+  if not options.endless then
+    options.timeout = options.timeout or SHORT
+  end
+  options.endless = nil
+  return self.link:use(function(connection)
+    -- CIRANDA_GUARD_OPTIONS is the worker's own setting (where its devices and its boot id are).
+    local line = ("exec %s %s $CIRANDA_GUARD_OPTIONS"):format(
+      self.guard_path,
+      arguments:format(path or self.path)
+    )
+    local answer = connection:exec("sh -c " .. quote(line), options)
+    self.last_contact = now()
+    return answer
+  end)
+end
+
+--- Ends an earlier attempt of ours on this worker: it would hold the accelerator.
+---@param path string
+---@param grace number seconds between TERM and KILL
+-- Raises "busy" when something of it is left.
+function Attempt:end_earlier(path, grace)
+  local answer = self:ask_guard(
+    ('stop %%s --grace %.3f --reason "another attempt takes its place"'):format(grace),
+    { timeout = grace + SHORT },
+    path
+  )
+  if answer.code == GUARD_LOST then
+    -- Its machine was restarted under it: nothing to end, now or later.
+    self:shell(("touch %s/forgotten"):format(path))
+  elseif answer.code ~= 0 then
+    err.raise({
+      code = "busy",
+      op = "stage",
+      target = link_of.title(self.worker),
+      message = ("the earlier attempt %s on %s could not be ended: %s"):format(
+        path,
+        link_of.title(self.worker),
+        (answer.stderr:gsub("%s+$", ""))
+      ),
+    })
+  end
+end
+
+--- The JSON line in what the guard printed.
+---@param answer table
+---@return table?
+local function reply(answer)
+  local line = ("\n" .. (answer.stdout or "")):match(".*\n(%b{})%s*$")
+  local ok, value = pcall(json.decode, line or "")
+  return ok and type(value) == "table" and value or nil
+end
+
+--- Repeats `fn` while the connection breaks, until it has been broken for too long.
+---@private
+---@param seconds number
+---@param what string
+---@param fn fun(): any
+---@return any
+-- Raises "lost" when it did not succeed in time.
+function Attempt:persist(seconds, what, fn)
+  local began = now()
+  local pause = 0.2
+  while true do
+    local tried = now()
+    local result = table.pack(pcall(fn))
+    if result[1] then
+      return table.unpack(result, 2, result.n)
+    end
+    local problem = result[2]
+    if not link_of.broken(problem) and not err.is(problem, "refused") then
+      error(problem, 0)
+    end
+    if now() - math.max(began, self.last_contact) > seconds then
+      err.raise({
+        code = "lost",
+        op = what,
+        target = link_of.title(self.worker),
+        message = ("%s has not answered for %d s: %s"):format(
+          link_of.title(self.worker),
+          math.floor(now() - math.max(began, self.last_contact)),
+          tostring(problem)
+        ),
+        cause = problem,
+      })
+    end
+    if self.last_contact > tried then
+      pause = 0.1 -- it got somewhere this time
+    end
+    task.sleep(pause * (0.5 + math.random()))
+    pause = math.min(pause * 2, 5)
+  end
+end
+
+--- Starts the command; when it has been started before, does nothing.
+---@param seconds number how long a broken connection is mended
+-- Raises "lost", or "failed" with the guard's words.
+function Attempt:go(seconds)
+  self:set_phase("starting")
+  local answer = self:persist(seconds, "start", function()
+    return self:ask_guard("run %s")
+  end)
+  self:expect(answer, "starting the command")
+  self:set_phase("running")
+end
+
+--- What the guard says of the attempt.
+---@return table status `state` is "staged", "running", "stopping", "exited" or "lost"; `record` the exit record
+-- Raises connection errors; "failed" when the guard's answer cannot be read.
+function Attempt:status()
+  local answer = self:ask_guard("status %s")
+  local value = reply(answer)
+  if not value then
+    -- A machine that was made anew has neither guard nor attempt.
+    if answer.code == 127 or answer.code == 126 then
+      return { state = "gone" }
+    end
+    self:expect(
+      { code = answer.code ~= 0 and answer.code or 1, stdout = answer.stdout, stderr = answer.stderr },
+      "status"
+    )
+  end
+  return value
+end
+
+--- Follows the log on one connection, until its end, until it has been idle, or until the connection breaks.
+---@private
+---@param sink fun(bytes: string)
+---@return table answer
+function Attempt:follow_once(sink)
+  local index, answer = task.race({
+    function()
+      return self:ask_guard(("follow %%s --from %d --idle-exit %d"):format(self.received, IDLE), {
+        endless = true,
+        on_stdout = function(bytes)
+          self.received = self.received + #bytes
+          self.last_contact = now()
+          sink(bytes)
+        end,
+      })
+    end,
+    function()
+      local began = now()
+      repeat
+        task.sleep(IDLE / 4)
+      until now() - math.max(began, self.last_contact) > IDLE + SHORT
+    end,
+  })
+  if index == 2 then
+    self.link:drop(self.link:connection())
+    err.raise({
+      code = "timeout",
+      op = "follow",
+      target = link_of.title(self.worker),
+      message = ("%s has sent nothing for %d s, not even that there is nothing"):format(
+        link_of.title(self.worker),
+        IDLE + SHORT
+      ),
+    })
+  end
+  return answer
+end
+
+--- Follows the log to its end, through lost connections; returns the exit record.
+---@param sink fun(bytes: string) gets each byte of the log once, in order
+---@return table? record nil when the attempt is lost
+---@return string? why it is lost
+-- Raises only cancellation and what is no fault of the connection.
+function Attempt:follow(sink)
+  while true do
+    local ok, answer = pcall(self.persist, self, self.lost_after, "follow", function()
+      return self:follow_once(sink)
+    end)
+    if not ok then
+      if err.is(answer, "lost") then
+        return nil, answer.message
+      end
+      error(answer, 0)
+    end
+    local idle = answer.code == GUARD_IDLE
+    local status_ok, status = pcall(self.persist, self, self.lost_after, "status", function()
+      return self:status()
+    end)
+    if not status_ok then
+      if err.is(status, "lost") then
+        return nil, status.message
+      end
+      error(status, 0)
+    end
+    if type(status.record) == "table" and self.received >= (status.record.log_bytes or 0) then
+      return status.record
+    elseif status.state == "gone" then
+      return nil, "the machine was made anew: neither the guard nor the attempt is there"
+    elseif status.state == "lost" then
+      if status.rebooted then
+        return nil, "the machine was restarted"
+      end
+      -- Somebody killed both guarding processes: a new one watches what is left.
+      local adopted = self:persist(self.lost_after, "adopt", function()
+        return self:ask_guard("adopt %s")
+      end)
+      if adopted.code ~= 0 then
+        return nil, "the guard was killed and nothing of the command is left"
+      end
+    elseif status.state == "staged" then
+      return nil, "the command was never started"
+    end
+    if not idle then
+      -- It ended early: the connection was closed in good order by the other side.
+      task.sleep(0.2)
+    end
+  end
+end
+
+--- Asks the command to stop: TERM, a grace, KILL. Returns when it has ended.
+---@param grace number seconds
+---@param reason string kept in the record
+---@return table? record
+-- Raises "lost" when the worker does not answer, "failed" when something is left after the KILL.
+function Attempt:stop(grace, reason)
+  local words = reason:gsub("[^%w%s_.:,()-]", ""):sub(1, 100)
+  local answer = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
+    return self:ask_guard(('stop %%s --grace %.3f --reason "%s"'):format(grace, words), {
+      timeout = grace + SHORT,
+    })
+  end)
+  return reply(answer)
+end
+
+--- How the attempt ended, from its record.
+---@param record table?
+---@param why string? when there is none
+---@return ciranda.run.Outcome
+function Attempt:outcome(record, why)
+  local outcome = { worker = self.worker }
+  if not record then
+    outcome.lost = why or "there is no exit record"
+    outcome.at = wall() - (now() - self.last_contact)
+    return outcome
+  end
+  local leader = type(record.leader) == "table" and record.leader or {}
+  local function number(value)
+    return type(value) == "number" and value or nil
+  end
+  local ended = number(leader.ended_at) or number(record.ended_at)
+  outcome.at = ended and ended - self.clock_offset
+  local stopped_at = record.stopped and number(record.stopped_at)
+  local failed_before = stopped_at
+    and number(leader.ended_at)
+    and leader.ended_at < stopped_at
+    and (number(leader.signal) or (number(leader.code) or 0) ~= 0)
+  outcome.stopped = stopped_at ~= nil and stopped_at ~= false and not failed_before
+  if outcome.stopped then
+    outcome.code = number(record.status)
+  else
+    outcome.signal = number(leader.signal)
+    outcome.code = not outcome.signal and (number(leader.code) or number(record.status)) or nil
+  end
+  if not outcome.code and not outcome.signal then
+    outcome.lost = type(record.error) == "string" and record.error or "its status is unknown"
+  end
+  return outcome
+end
+
+return M

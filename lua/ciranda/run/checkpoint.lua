@@ -1,0 +1,272 @@
+--- Checkpoint on signal: has the gang saved, and what?
+--
+-- "Saved" is what is on disk: a finished step that was not there before the signal. An exit status does not say it:
+-- MaxText leaves with 0 without a save when its emergency checkpoints are off, Pax with 1 after one.
+--
+--     local watch = checkpoint.before(fleet, "gs-fuse/ckpt")   -- what is there now
+--     gang:stop(300, "the user asked")                         -- TERM to everybody
+--     local verdict = gang:watch()
+--     local report = watch:after(verdict)                      -- what is there now that was not
+local err = require("ciranda.io.error")
+local nodeset = require("ciranda.fleet.nodeset")
+
+local M = {}
+
+--- Seconds that looking at a directory may take, a worker.
+local LOOK = 30
+
+--- The step in a directory's name when the name is that of a finished one: `100`, `step_100`, `checkpoint-100`.
+--
+-- A save that is under way has another name until it is renamed: Orbax writes `100.orbax-checkpoint-tmp-...`,
+-- others `100.tmp` or `tmp_100`.
+---@param name string
+---@return integer?
+function M.step_of(name)
+  local lower = name:lower()
+  if lower:find("tmp", 1, true) or lower:find("incomplete", 1, true) or lower:find("part", 1, true) then
+    return nil
+  end
+  local digits = name:match("^(%d+)$") or name:match("^%a[%a_.-]*[_-](%d+)$")
+  return digits and #digits <= 18 and math.tointeger(tonumber(digits)) or nil
+end
+
+--- The steps in a listing that are finished.
+--
+-- On object stores a rename is no single act; there Orbax writes in place and adds `commit_success.txt` at the
+-- end. When any directory has that file, only those that have it are finished.
+---@param entries { name: string, mtime: integer, committed: boolean? }[]
+---@param step_of (fun(name: string): integer?)?
+---@return table<integer, integer> steps step -> time of the directory
+function M.finished(entries, step_of)
+  step_of = step_of or M.step_of
+  local any_committed = false
+  for _, entry in ipairs(entries) do
+    any_committed = any_committed or entry.committed or false
+  end
+  local steps = {}
+  for _, entry in ipairs(entries) do
+    local step = step_of(entry.name)
+    if step and (entry.committed or not any_committed) then
+      steps[step] = math.max(steps[step] or 0, entry.mtime)
+    end
+  end
+  return steps
+end
+
+--- What a COMMAND says of its checkpoint directory: the value of an option whose name ends in checkpoint_dir,
+--- checkpoint-dir, checkpoint_directory or the like.
+---@param command string
+---@return string?
+function M.directory_in(command)
+  for name, value in command:gmatch("([%w_%-%.]*[cC]heckpoint[%w_%-]*)[=%s]%s*[\"']?([^%s\"';|&]+)") do
+    if name:lower():match("checkpoint[_-]?dir$") or name:lower():match("checkpoint[_-]?directory$") then
+      if value:sub(1, 1) ~= "-" and not value:find("$", 1, true) then
+        return value
+      end
+    end
+  end
+  return nil
+end
+
+--- The last step that a piece of a log speaks of, as MaxText prints it: `completed step: 12, ...`.
+---@param text string
+---@return integer?
+function M.last_step(text)
+  local last
+  for digits in text:gmatch("completed step: (%d+)") do
+    last = math.tointeger(tonumber(digits))
+  end
+  return last
+end
+
+---@class ciranda.checkpoint.Listing
+---@field directory string
+---@field steps table<ciranda.Worker, table<integer, integer>> of those that answered
+---@field problems table<ciranda.Worker, string> of those that did not
+---@field answered integer
+
+---@param directory string
+---@return string
+local function listing_command(directory)
+  local quoted = "'" .. directory:gsub("'", "'\\''") .. "'"
+  return "sh -c '"
+    .. (
+      "cd "
+      .. quoted
+      .. " 2>/dev/null || { echo ciranda-none; exit 0; }; echo ciranda-listing; "
+      .. 'LC_ALL=C stat -c "%Y %n" -- */ 2>/dev/null; echo ciranda-commits; '
+      .. 'find . -mindepth 2 -maxdepth 2 -name "commit_success*" 2>/dev/null; exit 0'
+    ):gsub("'", "'\\''")
+    .. "'"
+end
+
+--- Reads what the listing command printed.
+---@param text string
+---@return { name: string, mtime: integer, committed: boolean? }[]
+function M.parse_listing(text)
+  local directories, commits = text:match("ciranda%-listing\n(.-)ciranda%-commits\n(.*)$")
+  local entries, by_name = {}, {}
+  for mtime, name in (directories or ""):gmatch("(%d+) ([^\n]-)/?\n") do
+    local entry = { name = name, mtime = math.tointeger(tonumber(mtime)) }
+    entries[#entries + 1] = entry
+    by_name[name] = entry
+  end
+  for name in (commits or ""):gmatch("%./([^\n/]+)/commit_success") do
+    if by_name[name] then
+      by_name[name].committed = true
+    end
+  end
+  return entries
+end
+
+--- Looks at a directory on every worker.
+---@param fleet ciranda.Fleet
+---@param directory string as COMMAND has it: relative to `base` unless absolute
+---@param options { base: string?, step_of: fun(name: string): integer?, timeout: number? }? base: the directory
+---  COMMAND runs in, below the login directory
+---@return ciranda.checkpoint.Listing
+-- Raises "unsupported" for a bucket (gs://...): give the path at which it is mounted.
+function M.look(fleet, directory, options)
+  options = options or {}
+  if directory:match("^%a+://") then
+    err.raise({
+      code = "unsupported",
+      op = "checkpoint",
+      target = directory,
+      message = ("%s is not a directory on the workers; give the path at which the bucket is mounted"):format(
+        directory
+      ),
+    })
+  end
+  local path = directory
+  if path:sub(1, 1) ~= "/" and options.base then
+    path = options.base .. "/" .. path
+  end
+  path = path:gsub("^~/", "")
+  local listing = { directory = directory, steps = {}, problems = {}, answered = 0 }
+  local results = fleet:run(listing_command(path), { timeout = options.timeout or LOOK })
+  for _, result in ipairs(results) do
+    if result.err or result.code ~= 0 then
+      listing.problems[result.worker] = tostring(result.err or ("exit status %s"):format(result.code))
+    else
+      listing.steps[result.worker] = M.finished(M.parse_listing(result.stdout), options.step_of)
+      listing.answered = listing.answered + 1
+    end
+  end
+  return listing
+end
+
+--- The newest step that every worker that answered has. In a shared directory that is the newest step; where each
+--- worker writes its own, it is the newest one a restart can begin from.
+---@param listing ciranda.checkpoint.Listing
+---@return integer?
+function M.newest(listing)
+  local counts = {}
+  for _, steps in pairs(listing.steps) do
+    for step in pairs(steps) do
+      counts[step] = (counts[step] or 0) + 1
+    end
+  end
+  local newest
+  for step, count in pairs(counts) do
+    if count == listing.answered and (not newest or step > newest) then
+      newest = step
+    end
+  end
+  return newest
+end
+
+---@class ciranda.checkpoint.Watch
+---@field private fleet ciranda.Fleet
+---@field private directory string
+---@field private options table?
+---@field private listing ciranda.checkpoint.Listing
+local Watch = {}
+Watch.__index = Watch
+
+--- Notes what is on disk before a signal.
+---@param fleet ciranda.Fleet
+---@param directory string
+---@param options table? as for `look`
+---@return ciranda.checkpoint.Watch
+function M.before(fleet, directory, options)
+  return setmetatable({
+    fleet = fleet,
+    directory = directory,
+    options = options,
+    listing = M.look(fleet, directory, options),
+  }, Watch)
+end
+
+---@class ciranda.checkpoint.Report
+---@field saved boolean a step that was not there before the signal is finished, on every worker that answered
+---@field step integer? the newest finished step, saved now or earlier
+---@field before integer? the newest one before the signal
+---@field unknown string? why nobody can say: no worker answered
+---@field problems string? the workers that did not answer
+
+--- Looks again, after the end.
+---@return ciranda.checkpoint.Report
+function Watch:after()
+  local listing = M.look(self.fleet, self.directory, self.options)
+  local silent, reason = {}, nil
+  for worker, problem in pairs(listing.problems) do
+    silent[#silent + 1] = worker
+    reason = reason or problem
+  end
+  local report = {
+    saved = false,
+    step = M.newest(listing),
+    before = M.newest(self.listing),
+    problems = #silent > 0 and ("%s: %s"):format(nodeset.fold(silent), reason) or nil,
+  }
+  if listing.answered == 0 then
+    report.unknown = reason or "there is no worker"
+    return report
+  end
+  local step = report.step
+  report.saved = step ~= nil
+  for worker, steps in pairs(listing.steps) do
+    local earlier = self.listing.steps[worker]
+    -- A step of the same name counts when its directory was made anew.
+    if step and earlier and earlier[step] and earlier[step] >= steps[step] then
+      report.saved = false
+    elseif step and not earlier and report.before and step <= report.before then
+      report.saved = false
+    end
+  end
+  return report
+end
+
+--- What a report says, in one line.
+---@param report ciranda.checkpoint.Report
+---@param directory string
+---@param last_step integer? the last step that the logs speak of
+---@return string
+function M.describe(report, directory, last_step)
+  local text
+  if report.unknown then
+    return ("nobody can say what is in %s: %s"):format(directory, report.unknown)
+  elseif report.saved then
+    text = ("saved: step %d is on disk in %s"):format(report.step, directory)
+  elseif report.step then
+    text = ("not saved: the last step on disk in %s is %d, from before the signal"):format(
+      directory,
+      report.step
+    )
+  else
+    text = ("not saved: there is no finished step in %s"):format(directory)
+  end
+  if last_step then
+    local lost = last_step - (report.step or -1)
+    if lost > 0 then
+      text = ("%s; %d steps lost (the logs had reached step %d)"):format(text, lost, last_step)
+    end
+  end
+  if report.problems then
+    text = text .. "; not asked: " .. report.problems
+  end
+  return text
+end
+
+return M

@@ -1,0 +1,470 @@
+--- A gang: one command on every worker of a fleet, started together, watched, and ended together.
+--
+-- Every worker is staged before any is started; if one cannot be staged nobody starts, and the laggard is
+-- named. After that the gang lives on the workers and not in its connections: a connection that breaks is made
+-- again and the log is followed from where it was. When one worker fails, the others are stopped in order.
+local attempt = require("ciranda.run.attempt")
+local cause = require("ciranda.run.cause")
+local err = require("ciranda.io.error")
+local link_of = require("ciranda.fleet.link")
+local nodeset = require("ciranda.fleet.nodeset")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- Once one worker has failed to stage, seconds the others get to say that they failed as well.
+local STAGE_COMPANY = 2
+--- Seconds after a first failure in which the failures of others are awaited, before the first one by time is
+--- named; longer when all that is known so far are consequences.
+local WINDOW, CONSEQUENCE_WINDOW = 2, 10
+--- Seconds beyond a grace after which a worker that has not ended counts as lost.
+local AFTER_GRACE = 90
+--- Bytes of a log's end that are kept for the search for the cause.
+local TAIL = 65536
+
+---@class ciranda.run.GangOptions
+---@field fleet ciranda.Fleet
+---@field run string
+---@field id string the attempt's name
+---@field command string
+---@field directory string where it runs, below the login directory
+---@field guard ciranda.run.Guard
+---@field journal ciranda.Journal?
+---@field environment table<string, string>? for every worker, besides CIRANDA_*
+---@field bundle ciranda.archive.Manifest?
+---@field use_existing boolean?
+---@field stage_timeout number? seconds to stage one worker (600)
+---@field go_timeout number? seconds to start all (120)
+---@field lost_after number? seconds without an answer after which a worker is lost (180)
+---@field failure_grace number? seconds between TERM and KILL for the others when one has failed (30)
+---@field on_change fun(gang: ciranda.run.Gang)? a phase has changed
+---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
+---@field on_outcome fun(outcome: ciranda.run.Outcome)? a worker has ended
+---@field on_failure fun(outcome: ciranda.run.Outcome)? the first failure, called once
+
+---@class ciranda.run.GangMember
+---@field worker ciranda.Worker
+---@field attempt ciranda.run.Attempt
+---@field tail string
+---@field outcome ciranda.run.Outcome?
+
+---@class ciranda.run.Gang
+---@field members ciranda.run.GangMember[]
+---@field options ciranda.run.GangOptions
+---@field started boolean
+---@field stopping { grace: number, reason: string, at: number }?
+local Gang = {}
+Gang.__index = Gang
+
+--- What COMMAND sees of the gang. TPU_* and MEGASCALE_* are left alone: setting some of them would make JAX look for
+--- its peers in another way.
+---@param options ciranda.run.GangOptions
+---@param worker ciranda.Worker
+---@param place integer from 1
+---@param slices integer
+---@return table<string, string>
+local function environment_of(options, worker, place, slices)
+  local environment = {
+    CIRANDA_RUN = options.run,
+    CIRANDA_ATTEMPT = options.id,
+    CIRANDA_SLICE_ID = tostring(worker.slice),
+    CIRANDA_WORKER_ID = tostring(worker.index),
+    CIRANDA_NUM_SLICES = tostring(slices),
+    CIRANDA_NUM_WORKERS = tostring(#options.fleet),
+    CIRANDA_PROCESS_ID = tostring(place - 1),
+  }
+  for name, value in pairs(options.environment or {}) do
+    environment[name] = value
+  end
+  return environment
+end
+
+--- A gang on a fleet. Nothing happens on the workers yet.
+---@param options ciranda.run.GangOptions
+---@return ciranda.run.Gang
+function M.new(options)
+  local gang =
+    setmetatable({ options = options, members = {}, started = false, changed = task.event() }, Gang)
+  local seen, slices = {}, 0
+  for _, worker in ipairs(options.fleet:workers()) do
+    if not seen[worker.slice] then
+      seen[worker.slice] = true
+      slices = slices + 1
+    end
+  end
+  for place, worker in ipairs(options.fleet:workers()) do
+    local one = attempt.new({
+      run = options.run,
+      id = options.id,
+      worker = worker,
+      link = options.fleet:link(worker),
+      command = options.command,
+      directory = options.directory,
+      environment = environment_of(options, worker, place, slices),
+      bundle = options.bundle,
+      use_existing = options.use_existing,
+      guard = options.guard,
+      lost_after = options.lost_after,
+      on_phase = function()
+        gang:tell()
+      end,
+    })
+    gang.members[place] = { worker = worker, attempt = one, tail = "" }
+  end
+  return gang
+end
+
+---@private
+function Gang:note(kind, fields)
+  local journal = self.options.journal
+  if journal then
+    fields = fields or {}
+    fields.attempt = self.options.id
+    journal:append(kind, fields)
+  end
+end
+
+--- Members by what they are doing: "sending the guard" -> workers.
+---@return { phase: string, workers: ciranda.Worker[] }[] the largest group last
+function Gang:phases()
+  local groups, by_phase = {}, {}
+  for _, member in ipairs(self.members) do
+    local phase = member.outcome and "ended" or member.attempt.phase
+    local group = by_phase[phase]
+    if not group then
+      group = { phase = phase, workers = {} }
+      by_phase[phase] = group
+      groups[#groups + 1] = group
+    end
+    table.insert(group.workers, member.worker)
+  end
+  table.sort(groups, function(a, b)
+    return #a.workers < #b.workers
+  end)
+  return groups
+end
+
+--- What the members that are not in `phase` do, for a person: "slice1/worker2 (connecting)".
+---@param phase string
+---@return string
+function Gang:laggards(phase)
+  local pieces = {}
+  for _, group in ipairs(self:phases()) do
+    if group.phase ~= phase then
+      pieces[#pieces + 1] = ("%s (%s)"):format(nodeset.fold(group.workers), group.phase)
+    end
+  end
+  return table.concat(pieces, ", ")
+end
+
+---@private
+function Gang:tell()
+  if self.options.on_change then
+    self.options.on_change(self)
+  end
+end
+
+--- Runs `step` on every member with a deadline each; collects failures.
+---@private
+---@param seconds number
+---@param step fun(member: ciranda.run.GangMember)
+---@return { member: ciranda.run.GangMember, problem: any }[]
+function Gang:everyone(seconds, step)
+  local failures = {}
+  local failed = task.event()
+  local left = #self.members
+  local done = task.event()
+  local scope <close> = task.scope()
+  local children = {}
+  for _, member in ipairs(self.members) do
+    children[#children + 1] = scope:spawn(function()
+      local began = uv.hrtime()
+      local ok, problem = pcall(task.timeout, seconds, step, member)
+      if not ok then
+        if err.is(problem, "cancelled", "misuse", "internal") or not err.is(problem) then
+          error(problem, 0)
+        end
+        if err.is(problem, "timeout") and (uv.hrtime() - began) / 1e9 >= seconds then
+          problem = err.new({
+            code = "deadline",
+            op = "stage",
+            target = link_of.title(member.worker),
+            message = ("%s was not ready within %g s; it was %s"):format(
+              link_of.title(member.worker),
+              seconds,
+              member.attempt.phase
+            ),
+            cause = problem,
+          })
+        end
+        failures[#failures + 1] = { member = member, problem = problem }
+        failed:set()
+      end
+      left = left - 1
+      if left == 0 then
+        done:set()
+      end
+      self:tell()
+    end)
+  end
+  local first = task.race({
+    function()
+      done:wait()
+    end,
+    function()
+      failed:wait()
+      task.sleep(STAGE_COMPANY)
+    end,
+  })
+  if first == 2 then
+    for _, child in ipairs(children) do
+      child:cancel("another worker has failed")
+    end
+  end
+  scope:wait()
+  return failures
+end
+
+--- Raises the failures of a step as one error.
+---@private
+function Gang:refuse(failures, what, consequence)
+  if #failures == 0 then
+    return
+  end
+  table.sort(failures, function(a, b)
+    local x, y = a.member.worker, b.member.worker
+    if x.slice ~= y.slice then
+      return x.slice < y.slice
+    end
+    return x.index < y.index
+  end)
+  local first = failures[1]
+  local workers = {}
+  for place, failure in ipairs(failures) do
+    workers[place] = failure.member.worker
+  end
+  local deadline = err.is(first.problem, "deadline")
+  err.raise({
+    code = deadline and "deadline" or first.problem.code,
+    op = what,
+    target = nodeset.fold(workers),
+    message = ("%s could not be %s%s: %s. %s."):format(
+      nodeset.fold(workers),
+      what,
+      #failures > 1 and (" (%d workers; the first reason)"):format(#failures) or "",
+      tostring(first.problem):gsub("%.$", ""),
+      consequence
+    ),
+    cause = first.problem,
+    failures = failures,
+  })
+end
+
+--- Stages every worker: connection, guard, bundle, directory. Nothing is started.
+-- Raises when one cannot be staged: its own error's code, or "deadline"; the message names it and why.
+function Gang:stage()
+  local first = self.members[1]
+  -- One connection first: a wrong key is told once, and a passphrase is asked for once.
+  local ok, problem = pcall(function()
+    first.attempt:set_phase("connecting")
+    first.attempt.link:connection()
+  end)
+  if not ok then
+    if not err.is(problem) or err.is(problem, "cancelled") then
+      error(problem, 0)
+    end
+    self:refuse({ { member = first, problem = problem } }, "staged", "Nothing was started")
+  end
+  local failures = self:everyone(self.options.stage_timeout or 600, function(member)
+    member.attempt:stage()
+    self:note("staged", {
+      slice = member.worker.slice,
+      worker = member.worker.index,
+      clock_offset = member.attempt.clock_offset,
+    })
+  end)
+  self:refuse(failures, "staged", "Nothing was started on any worker")
+end
+
+--- Says go to every worker at once. Before the first one the intent is on the disk.
+-- Raises when one could not be started; the others have then been stopped.
+function Gang:go()
+  local journal = self.options.journal
+  if journal then
+    journal:intent("go", { attempt = self.options.id })
+  end
+  self.started = true
+  local seconds = self.options.go_timeout or 120
+  local failures = self:everyone(seconds, function(member)
+    member.attempt:go(seconds)
+  end)
+  if #failures > 0 then
+    self:stop_all(self.options.failure_grace or 30, "another worker could not be started")
+    self:refuse(failures, "started", "The others were stopped")
+  end
+end
+
+--- Asks every member that has not ended to stop.
+---@private
+---@param grace number
+---@param reason string
+---@return table<ciranda.Worker, string> problems workers that could not be asked
+function Gang:stop_all(grace, reason)
+  local problems = {}
+  task.map(self.members, function(member)
+    if member.outcome then
+      return
+    end
+    local ok, problem = pcall(member.attempt.stop, member.attempt, grace, reason)
+    if not ok then
+      if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+        error(problem, 0)
+      end
+      problems[member.worker] = tostring(problem)
+    end
+  end)
+  return problems
+end
+
+--- Stops the gang: TERM to everybody now, KILL when the grace is over. Returns at once; `watch` sees the end.
+--- A second call may only shorten the grace.
+---@param grace number seconds
+---@param reason string
+function Gang:stop(grace, reason)
+  local at = uv.hrtime() / 1e9
+  if self.stopping and self.stopping.at + self.stopping.grace <= at + grace then
+    return
+  end
+  self.stopping = { grace = grace, reason = reason, at = at, asked = false }
+  self.changed:set()
+end
+
+--- One member's log followed to its end, and what it ended with.
+---@private
+function Gang:follow(member)
+  local options = self.options
+  local record, why = member.attempt:follow(function(bytes)
+    member.tail = (member.tail .. bytes):sub(-TAIL)
+    if options.on_bytes then
+      options.on_bytes(member.worker, bytes)
+    end
+  end)
+  local outcome = member.attempt:outcome(record, why)
+  outcome.tail = member.tail
+  member.outcome = outcome
+  self:note("exit", {
+    slice = member.worker.slice,
+    worker = member.worker.index,
+    code = outcome.code,
+    signal = outcome.signal,
+    lost = outcome.lost,
+    stopped = outcome.stopped,
+    at = outcome.at,
+  })
+  if options.on_outcome then
+    options.on_outcome(outcome)
+  end
+  self:tell()
+  self.changed:set()
+end
+
+---@private
+---@return ciranda.run.Outcome[] ended, integer running
+function Gang:outcomes()
+  local ended, running = {}, 0
+  for _, member in ipairs(self.members) do
+    if member.outcome then
+      ended[#ended + 1] = member.outcome
+    else
+      running = running + 1
+    end
+  end
+  return ended, running
+end
+
+--- Does everything that has failed so far look like a consequence of something not yet seen?
+---@param outcomes ciranda.run.Outcome[]
+---@return boolean
+local function only_consequences(outcomes)
+  for _, outcome in ipairs(outcomes) do
+    if cause.failed(outcome) and not outcome.stopped and not cause.follows(outcome) then
+      return false
+    end
+  end
+  return true
+end
+
+--- Watches until every member has ended; stops the others when one fails.
+---@return ciranda.run.Cause verdict
+function Gang:watch()
+  local options = self.options
+  local grace = options.failure_grace or 30
+  local scope <close> = task.scope()
+  local followers = {}
+  for _, member in ipairs(self.members) do
+    followers[member] = scope:spawn(function()
+      self:follow(member)
+    end)
+  end
+  local first_seen, told, deadline
+  while true do
+    local outcomes, running = self:outcomes()
+    local now = uv.hrtime() / 1e9
+    local verdict = cause.first(outcomes)
+    if verdict.first and not first_seen then
+      first_seen = now
+      if not self.stopping and running > 0 then
+        self:stop(grace, "another worker has failed")
+      end
+    end
+    if first_seen and not told then
+      local window = only_consequences(outcomes) and CONSEQUENCE_WINDOW or WINDOW
+      if running == 0 or now - first_seen >= window then
+        told = verdict.first
+        if options.on_failure then
+          options.on_failure(told)
+        end
+      end
+    end
+    if running == 0 then
+      return verdict
+    end
+    if self.stopping and not self.stopping.asked then
+      local request = self.stopping
+      request.asked = true
+      deadline = now + request.grace + AFTER_GRACE
+      self:note("stop", { grace = request.grace, reason = request.reason })
+      scope:spawn(function()
+        self:stop_all(request.grace, request.reason)
+      end)
+    end
+    if deadline and now > deadline then
+      for _, member in ipairs(self.members) do
+        if not member.outcome then
+          followers[member]:cancel("it did not end")
+          member.outcome = member.attempt:outcome(nil, "it did not end after KILL")
+          self:note("exit", {
+            slice = member.worker.slice,
+            worker = member.worker.index,
+            lost = member.outcome.lost,
+          })
+        end
+      end
+    else
+      local wait = 30
+      if first_seen and not told then
+        wait = 0.2
+      elseif deadline then
+        wait = math.min(wait, deadline - now + 0.1)
+      end
+      local ok, problem = pcall(task.timeout, wait, self.changed.wait, self.changed)
+      if not ok and not err.is(problem, "timeout") then
+        error(problem, 0)
+      end
+      self.changed = task.event()
+    end
+  end
+end
+
+return M

@@ -1,0 +1,136 @@
+local checkpoint = require("ciranda.run.checkpoint")
+
+describe("run.checkpoint", function()
+  it("takes finished steps for steps, and saves under way for nothing", function()
+    assert.equal(100, checkpoint.step_of("100"))
+    assert.equal(100, checkpoint.step_of("step_100"))
+    assert.equal(7, checkpoint.step_of("checkpoint-0007"))
+    assert.equal(0, checkpoint.step_of("0"))
+    for _, name in ipairs({
+      "100.orbax-checkpoint-tmp-1764",
+      "100.tmp-0001-123456",
+      "tmp_100",
+      "100.part",
+      "100.incomplete",
+      ".100",
+      "metadata",
+      "v2x100",
+      "100abc",
+      "",
+    }) do
+      assert.is_nil(checkpoint.step_of(name))
+    end
+  end)
+
+  it("counts only committed directories once one is committed", function()
+    local entries = { { name = "1", mtime = 10, committed = true }, { name = "2", mtime = 20 } }
+    assert.same({ [1] = 10 }, checkpoint.finished(entries))
+    entries[1].committed = nil
+    assert.same({ [1] = 10, [2] = 20 }, checkpoint.finished(entries))
+  end)
+
+  it("reads a listing", function()
+    local text =
+      "noise\nciranda-listing\n1700000000 5/\n1700000001 name with blanks/\nciranda-commits\n./5/commit_success.txt\n"
+    assert.same({
+      { name = "5", mtime = 1700000000, committed = true },
+      { name = "name with blanks", mtime = 1700000001 },
+    }, checkpoint.parse_listing(text))
+    assert.same({}, checkpoint.parse_listing("ciranda-none\n"))
+  end)
+
+  it("finds the checkpoint directory in a command", function()
+    local found = checkpoint.directory_in
+    assert.equal("/shared/c", found("python3 train.py --checkpoint_dir /shared/c --steps 5"))
+    assert.equal("out/ck", found("python3 t.py --checkpoint-dir=out/ck"))
+    assert.equal("x", found("python3 t.py local_checkpoint_directory=x"))
+    assert.is_nil(found("python3 t.py --enable_checkpointing=true"))
+    assert.is_nil(found("python3 t.py --checkpoint_dir $DIR"))
+    assert.is_nil(found("true"))
+  end)
+
+  it("reads the last step of a log", function()
+    assert.equal(12, checkpoint.last_step("completed step: 11, seconds: 1\ncompleted step: 12, loss: 2\n"))
+    assert.is_nil(checkpoint.last_step("step 3"))
+  end)
+
+  it("takes the newest step that all have", function()
+    local a, b = {}, {}
+    local listing =
+      { answered = 2, steps = { [a] = { [1] = 0, [2] = 0, [3] = 0 }, [b] = { [1] = 0, [2] = 0 } } }
+    assert.equal(2, checkpoint.newest(listing))
+    listing.steps[b] = {}
+    assert.is_nil(checkpoint.newest(listing))
+  end)
+
+  --- A fleet whose every worker answers the next of a list of texts.
+  local function fleet_that_says(answers)
+    local round = 0
+    return {
+      run = function()
+        round = round + 1
+        local results = {}
+        for place, text in ipairs(answers[round]) do
+          results[place] = text
+              and {
+                worker = answers.workers[place],
+                code = 0,
+                stdout = "ciranda-listing\n" .. text .. "ciranda-commits\n",
+              }
+            or { worker = answers.workers[place], err = "no answer" }
+        end
+        return results
+      end,
+    }
+  end
+
+  local workers = { { slice = 0, index = 0 }, { slice = 0, index = 1 } }
+
+  local function report(before, after)
+    local fleet = fleet_that_says({ before, after, workers = workers })
+    return checkpoint.before(fleet, "/c"):after()
+  end
+
+  it("says saved when a step is there that was not", function()
+    local said = report({ "1 5/\n", "1 5/\n" }, { "1 5/\n2 9/\n", "1 5/\n2 9/\n" })
+    assert.is_true(said.saved)
+    assert.equal(9, said.step)
+    assert.equal(5, said.before)
+    assert.equal("saved: step 9 is on disk in /c", checkpoint.describe(said, "/c", 9))
+  end)
+
+  it("does not say saved for a save under way, an old step, or nothing", function()
+    local said = report({ "1 5/\n", "1 5/\n" }, { "1 5/\n2 9.tmp-x/\n", "1 5/\n2 9.tmp-x/\n" })
+    assert.is_false(said.saved)
+    assert.matches("not saved: the last step on disk in /c is 5", checkpoint.describe(said, "/c", 9), 1, true)
+    assert.matches("4 steps lost (the logs had reached step 9)", checkpoint.describe(said, "/c", 9), 1, true)
+    said = report({ "", "" }, { "", "" })
+    assert.is_false(said.saved)
+    assert.matches("no finished step", checkpoint.describe(said, "/c"), 1, true)
+  end)
+
+  it("does not say saved when one worker has it and another not", function()
+    local said = report({ "1 5/\n", "1 5/\n" }, { "1 5/\n2 9/\n", "1 5/\n" })
+    assert.is_false(said.saved)
+    assert.equal(5, said.step)
+  end)
+
+  it("takes a step written again under its name for saved", function()
+    assert.is_true(report({ "1 5/\n", "1 5/\n" }, { "3 5/\n", "3 5/\n" }).saved)
+  end)
+
+  it("says who did not answer, and claims nothing when nobody did", function()
+    local said = report({ "1 5/\n", "1 5/\n" }, { "2 9/\n1 5/\n", false })
+    assert.is_true(said.saved)
+    assert.matches("slice0/worker1: no answer", said.problems, 1, true)
+    said = report({ "1 5/\n", "1 5/\n" }, { false, false })
+    assert.is_false(said.saved)
+    assert.matches("nobody can say", checkpoint.describe(said, "/c"), 1, true)
+  end)
+
+  it("refuses a bucket it cannot look into", function()
+    local ok, e = pcall(checkpoint.look, {}, "gs://bucket/x")
+    assert.is_false(ok)
+    assert.equal("unsupported", e.code)
+  end)
+end)

@@ -1,0 +1,536 @@
+local attempt = require("ciranda.run.attempt")
+local bundle = require("ciranda.run.bundle")
+local cause = require("ciranda.run.cause")
+local errors = require("ciranda.io.error")
+local fleet = require("ciranda.fleet")
+local gang = require("ciranda.run.gang")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+
+describe("run.gang", function()
+  local root, slices, machines, workers, started
+
+  local function make(slice_count, worker_count, options)
+    options = options or {}
+    local list, connect
+    list, connect, machines =
+      machines_of.make(slice_count, worker_count, { root = root, shell = options.shell })
+    slices = list
+    workers = fleet.new(slices, { connect = connect, retry_for = options.retry_for or 2 })
+    return workers
+  end
+
+  local number = 0
+  local function gang_of(command, options)
+    number = number + 1
+    local settings = {
+      fleet = workers,
+      run = "r1",
+      id = ("%04d-abcdef"):format(number),
+      command = command,
+      directory = "r1",
+      guard = attempt.guard(),
+      failure_grace = 1,
+      lost_after = 3,
+      stage_timeout = 20,
+      go_timeout = 20,
+    }
+    for name, value in pairs(options or {}) do
+      settings[name] = value
+    end
+    local logs, failures = {}, {}
+    settings.on_bytes = function(worker, bytes)
+      logs[worker.address] = (logs[worker.address] or "") .. bytes
+    end
+    settings.on_failure = function(outcome)
+      failures[#failures + 1] = outcome
+    end
+    local made = gang.new(settings)
+    made.logs, made.failures = logs, failures
+    started[#started + 1] = made
+    return made
+  end
+
+  local function read(path)
+    local file = io.open(path, "rb")
+    local text = file and file:read("a")
+    if file then
+      file:close()
+    end
+    return text
+  end
+
+  --- The log as the worker has it.
+  local function remote_log(one, address)
+    return read(("%s/.ciranda/r1/%s/log"):format(machines[address].home, one.options.id))
+  end
+
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/gang-XXXXXX")
+    started = {}
+  end)
+
+  after_each(function()
+    for _, machine in pairs(machines or {}) do
+      machine:kill_all()
+    end
+    if workers then
+      workers:close()
+    end
+    -- A guard that was just killed may still be writing.
+    local deadline = uv.hrtime() + 5e9
+    for _, machine in pairs(machines or {}) do
+      while next(machine:processes()) and uv.hrtime() < deadline do
+        task.sleep(0.02)
+      end
+    end
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  it("runs one command on all, in ~/RUN, with its environment, by the login shell", function()
+    make(2, 2)
+    local one = gang_of(
+      [[
+      echo "$PWD $0 $CIRANDA_SLICE_ID/$CIRANDA_WORKER_ID of $CIRANDA_NUM_SLICES/$CIRANDA_NUM_WORKERS" \
+        "as $CIRANDA_PROCESS_ID in $CIRANDA_RUN $CIRANDA_ATTEMPT $EXTRA"
+      cat; [ -z "$TPU_WORKER_ID" ]; echo ${x[1]-array}]],
+      {
+        environment = { EXTRA = 'it\'s\n"odd" $HOME' },
+      }
+    )
+    one:stage()
+    one:go()
+    local verdict = one:watch()
+    assert.equal(0, verdict.status)
+    assert.is_nil(verdict.first)
+    assert.equal(0, #one.failures)
+    for place, address in ipairs({ "0.0", "0.1", "1.0", "1.1" }) do
+      assert.equal(
+        ('%s/r1 bash %s/%s of 2/4 as %d in r1 %s it\'s\n"odd" $HOME\narray\n'):format(
+          machines[address].home,
+          address:sub(1, 1),
+          address:sub(3),
+          place - 1,
+          one.options.id
+        ),
+        one.logs[address]
+      )
+      assert.equal(remote_log(one, address), one.logs[address])
+    end
+  end)
+
+  it("keeps standard output and error in the order written, byte for byte", function()
+    make(1, 1)
+    local one =
+      gang_of([[for i in $(seq 500); do echo out $i; echo err $i >&2; done; printf '\000\377no newline']])
+    one:stage()
+    one:go()
+    one:watch()
+    local expected = {}
+    for place = 1, 500 do
+      expected[place] = ("out %d\nerr %d\n"):format(place, place)
+    end
+    assert.equal(table.concat(expected) .. "\0\255no newline", one.logs["0.0"])
+  end)
+
+  it("lays the bundle over what is there, and sends it once", function()
+    make(1, 2)
+    os.execute(("mkdir -p '%s/code' '%s/r1/venv'"):format(root, machines["0.0"].home))
+    os.execute(
+      ("echo kept > '%s/r1/venv/x'; echo old > '%s/r1/a.txt'"):format(
+        machines["0.0"].home,
+        machines["0.0"].home
+      )
+    )
+    os.execute(("echo new > '%s/code/a.txt'"):format(root))
+    local manifest = bundle.make(root .. "/code", { output = root .. "/b.tar.gz" })
+    for round = 1, 2 do
+      local one = gang_of("cat a.txt; cat venv/x 2>/dev/null || true", { bundle = manifest })
+      one:stage()
+      one:go()
+      assert.equal(0, one:watch().status)
+      assert.equal("new\nkept\n", one.logs["0.0"])
+      assert.equal("new\n", one.logs["0.1"])
+      local puts = 0
+      for _, command in ipairs(machines["0.1"].commands) do
+        puts = puts + (command:match("^put ") and 1 or 0)
+      end
+      assert.equal(1, puts, "after round " .. round)
+    end
+  end)
+
+  it("uses a directory that is there, and names the worker where it is missing", function()
+    make(1, 2)
+    os.execute(("mkdir '%s/r1'; echo x > '%s/r1/old'"):format(machines["0.0"].home, machines["0.0"].home))
+    local ok, e = pcall(function()
+      gang_of("true", { use_existing = true }):stage()
+    end)
+    assert.is_false(ok)
+    assert.matches("slice0/worker1 could not be staged", e.message, 1, true)
+    assert.matches("there is no directory ~/r1", e.message, 1, true)
+    assert.matches("Nothing was started on any worker", e.message, 1, true)
+  end)
+
+  it("gives the first failure's own status, and stops the others in order", function()
+    make(2, 2)
+    local one = gang_of([[
+      trap 'echo got TERM; exit 0' TERM
+      if [ $CIRANDA_PROCESS_ID = 2 ]; then sleep 0.3; exit 7; fi
+      sleep 30 & wait
+    ]])
+    one:stage()
+    one:go()
+    local verdict = one:watch()
+    assert.equal(7, verdict.status)
+    assert.equal("1.0", verdict.first.worker.address)
+    assert.equal(3, #verdict.stopped)
+    assert.equal(1, #one.failures)
+    assert.equal("1.0", one.failures[1].worker.address)
+    assert.matches("got TERM", one.logs["0.0"], 1, true)
+  end)
+
+  it("names SIGKILL and gives 137, whoever it was", function()
+    make(1, 3)
+    local one = gang_of([[if [ $CIRANDA_WORKER_ID = 1 ]; then kill -9 $$; fi; exec sleep 30]])
+    one:stage()
+    one:go()
+    local verdict = one:watch()
+    assert.equal(137, verdict.status)
+    assert.equal("user", verdict.kind)
+    assert.equal(
+      "Main command failed on slice 0 worker 1 with error code 137 (SIGKILL), see logs for details",
+      cause.failure_line(one.failures[1])
+    )
+  end)
+
+  it("kills what ignores TERM when the failure grace is over, and leaves nothing alive", function()
+    make(1, 2)
+    local one = gang_of([[trap '' TERM; if [ $CIRANDA_WORKER_ID = 0 ]; then exit 3; fi; sleep 60; sleep 60]])
+    one:stage()
+    one:go()
+    local began = uv.hrtime()
+    local verdict = one:watch()
+    assert.equal(3, verdict.status)
+    assert.is_true((uv.hrtime() - began) / 1e9 < 20)
+    for _, machine in pairs(machines) do
+      for _, line in pairs(machine:processes()) do
+        assert.is_nil(line:find("sleep 60", 1, true))
+      end
+    end
+  end)
+
+  it("names the cause and not the peer that aborted first", function()
+    make(1, 2)
+    local one = gang_of(
+      [[
+      if [ $CIRANDA_WORKER_ID = 0 ]; then sleep 0.2; echo 'Socket closed'; kill -ABRT $$; fi
+      sleep 0.8; exit 5
+    ]],
+      { failure_grace = 3 }
+    )
+    one:stage()
+    one:go()
+    local verdict = one:watch()
+    -- Worker 1 was asked to stop after worker 0 had aborted; whichever way it ended, it was not blamed wrongly.
+    assert.is_true(verdict.first.worker.address == "0.0" or verdict.status == 5)
+  end)
+
+  it("starts nobody when one cannot be staged, and says who and why", function()
+    make(2, 2)
+    machines["1.1"].refuses = { code = "auth", message = "no key was accepted" }
+    local one = gang_of("echo ran >> ../ran")
+    local ok, e = pcall(one.stage, one)
+    assert.is_false(ok)
+    assert.equal("auth", e.code)
+    assert.matches("slice1/worker1 could not be staged", e.message, 1, true)
+    assert.matches("no key was accepted", e.message, 1, true)
+    for address in pairs(machines) do
+      assert.is_nil(read(machines[address].home .. "/ran"))
+      assert.is_nil(uv.fs_stat(("%s/.ciranda/r1/%s/started"):format(machines[address].home, one.options.id)))
+    end
+  end)
+
+  it("tells a wrong key once, after trying one worker", function()
+    make(4, 4)
+    for _, machine in pairs(machines) do
+      machine.refuses = { code = "auth", message = "no key was accepted" }
+    end
+    local one = gang_of("true")
+    local ok, e = pcall(one.stage, one)
+    assert.is_false(ok)
+    assert.equal("auth", e.code)
+    local connects = 0
+    for _, machine in pairs(machines) do
+      connects = connects + machine.connects
+    end
+    assert.equal(1, connects)
+  end)
+
+  it("names the laggard and what it was doing when the deadline is over", function()
+    make(1, 3)
+    machines["0.2"].hang = function(command)
+      return command:find("tar -xf", 1, true) ~= nil
+    end
+    local one = gang_of("true", { stage_timeout = 1 })
+    local ok, e = pcall(one.stage, one)
+    assert.is_false(ok)
+    assert.equal("deadline", e.code)
+    assert.matches(
+      "slice 0 worker 2 (0.2) was not ready within 1 s; it was making the attempt",
+      e.message,
+      1,
+      true
+    )
+  end)
+
+  it("waits for a worker that boots", function()
+    make(1, 2, { retry_for = 10 })
+    machines["0.1"].down = true
+    local one = gang_of("echo up")
+    task.all({
+      function()
+        task.sleep(0.5)
+        machines["0.1"].down = false
+      end,
+      function()
+        one:stage()
+      end,
+    })
+    one:go()
+    assert.equal(0, one:watch().status)
+  end)
+
+  -- The connection is cut before or after each command of staging and starting, on one worker: the work is done, once.
+  for _, where in ipairs({ "before", "after" }) do
+    for _, step in ipairs({ "run .ciranda", "follow .ciranda", "status .ciranda" }) do
+      it(("runs the command once when the connection is cut %s '%s'"):format(where, step), function()
+        make(1, 2)
+        local cuts = 0
+        machines["0.1"].cut = function(command)
+          if command:find(step, 1, true) and cuts < 2 then
+            cuts = cuts + 1
+            return where
+          end
+        end
+        local one = gang_of("echo ran >> ../ran; echo line; sleep 0.3; echo last")
+        one:stage()
+        one:go()
+        local verdict = one:watch()
+        assert.equal(0, verdict.status)
+        assert.equal(2, cuts)
+        assert.equal("ran\n", read(machines["0.1"].home .. "/ran"))
+        assert.equal("line\nlast\n", one.logs["0.1"])
+      end)
+    end
+  end
+
+  it("loses and doubles no byte of a log through connections cut at drawn places", function()
+    make(1, 2)
+    local seed, cuts = 99, 0
+    local function random(limit)
+      seed = (seed * 1103515245 + 12345) % 2147483648
+      return seed // 65536 % limit + 1
+    end
+    for _, machine in pairs(machines) do
+      machine.cut = function(command)
+        if command:find("follow", 1, true) and cuts < 25 then
+          cuts = cuts + 1
+          return random(9000)
+        end
+      end
+    end
+    local one = gang_of([[for i in $(seq 4000); do echo "line $i of $CIRANDA_WORKER_ID"; done]])
+    one:stage()
+    one:go()
+    assert.equal(0, one:watch().status)
+    assert.is_true(cuts >= 20)
+    for address in pairs(machines) do
+      assert.equal(remote_log(one, address), one.logs[address])
+    end
+  end)
+
+  for _, where in ipairs({ "before", "after" }) do
+    for step, pattern in ipairs({ "ciranda%-probe", "cat > .*guard", "^put ", "sha256sum", "tar %-xf" }) do
+      it(("stages through a connection cut %s step %d"):format(where, step), function()
+        make(1, 1)
+        os.execute(("mkdir '%s/code'; head -c 300000 /dev/urandom > '%s/code/blob'"):format(root, root))
+        local manifest = bundle.make(root .. "/code", { output = root .. "/b.tar.gz" })
+        local cuts = 0
+        machines["0.0"].cut = function(command)
+          if command:find(pattern) and cuts < 2 then
+            cuts = cuts + 1
+            return where
+          end
+        end
+        local one = gang_of("cat blob | wc -c", { bundle = manifest })
+        one:stage()
+        one:go()
+        assert.equal(0, one:watch().status)
+        assert.is_true(cuts >= 1)
+        assert.equal("300000\n", one.logs["0.0"])
+        local kept = io.popen(("cd '%s/.ciranda' && ls bundles bin"):format(machines["0.0"].home))
+        local listing = kept:read("a")
+        kept:close()
+        assert.is_nil(listing:find("part", 1, true))
+      end)
+    end
+  end
+
+  it(
+    "ends an earlier attempt that still runs before it starts, and leaves one that has ended alone",
+    function()
+      make(1, 1)
+      local first = gang_of("trap 'echo ended; exit 0' TERM; sleep 60 & wait")
+      first:stage()
+      first:go()
+      local second = gang_of("echo second")
+      second:stage()
+      local record = read(("%s/.ciranda/r1/%s/exit"):format(machines["0.0"].home, first.options.id))
+      assert.matches('"stopped":true', record, 1, true)
+      assert.matches("another attempt takes its place", record, 1, true)
+      second:go()
+      assert.equal(0, second:watch().status)
+      assert.equal("ended\n", remote_log(first, "0.0"))
+      local stops = 0
+      local third = gang_of("echo third")
+      third:stage()
+      for _, command in ipairs(machines["0.0"].commands) do
+        stops = stops + (command:find(" stop ", 1, true) and 1 or 0)
+      end
+      assert.equal(1, stops)
+    end
+  )
+
+  it("asks once, and only once, about an attempt whose machine was restarted", function()
+    make(1, 1)
+    local first = gang_of("sleep 60")
+    first:stage()
+    first:go()
+    machines["0.0"]:reboot()
+    for _ = 1, 2 do
+      gang_of("true"):stage()
+    end
+    local stops = 0
+    for _, command in ipairs(machines["0.0"].commands) do
+      stops = stops + (command:find(" stop ", 1, true) and 1 or 0)
+    end
+    assert.equal(1, stops)
+  end)
+
+  it("counts a worker that is restarted under the command as lost, kind infra, and never as 0", function()
+    make(1, 2)
+    local one = gang_of("sleep 30")
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        task.sleep(0.5)
+        machines["0.1"]:reboot()
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal(1, verdict.status)
+    assert.equal("infra", verdict.kind)
+    assert.equal("0.1", verdict.first.worker.address)
+    assert.matches("restarted", verdict.first.lost)
+  end)
+
+  it("counts a worker that no longer answers as lost, after the time it was told", function()
+    make(1, 2)
+    local one = gang_of("sleep 30", { lost_after = 1 })
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        task.sleep(0.3)
+        machines["0.0"].down = true
+        machines["0.0"]:break_all()
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal("infra", verdict.kind)
+    assert.equal("0.0", verdict.first.worker.address)
+    assert.matches("has not answered", verdict.first.lost)
+  end)
+
+  it("stops all on request: TERM at once, and says that they were stopped", function()
+    make(1, 2)
+    local one = gang_of("trap 'echo saving; exit 0' TERM; sleep 30 & wait", {})
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        task.sleep(0.3)
+        one:stop(5, "the user asked")
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal(0, verdict.status)
+    assert.equal(2, #verdict.stopped)
+    assert.equal("saving\n", one.logs["0.1"])
+  end)
+
+  it("shortens the grace when asked again", function()
+    make(1, 1)
+    local one = gang_of("trap '' TERM; while true; do sleep 0.1; done")
+    one:stage()
+    one:go()
+    local began = uv.hrtime()
+    task.all({
+      function()
+        task.sleep(0.3)
+        one:stop(300, "the user asked")
+        task.sleep(0.3)
+        one:stop(0.5, "the user asked again")
+      end,
+      function()
+        one:watch()
+      end,
+    })
+    assert.is_true((uv.hrtime() - began) / 1e9 < 20)
+  end)
+
+  it("refuses two workers that share a home directory", function()
+    make(1, 2)
+    machines["0.1"].home, machines["0.1"].env = machines["0.0"].home, machines["0.0"].env
+    local ok, e = pcall(function()
+      gang_of("true"):stage()
+    end)
+    assert.is_false(ok)
+    assert.matches("every worker needs its own", e.message, 1, true)
+  end)
+
+  it("does not care what the shell's start-up file prints", function()
+    make(1, 1)
+    machines["0.0"].env.BASH_ENV = root .. "/noise"
+    os.execute(("echo 'echo welcome; echo now=1' > '%s/noise'"):format(root))
+    local one = gang_of("echo hi")
+    one:stage()
+    one:go()
+    assert.equal(0, one:watch().status)
+    assert.is_true(math.abs(one.members[1].attempt.clock_offset) < 5)
+  end)
+
+  it("knows the exit codes from cancellation: a cancelled watch leaves the work alone", function()
+    make(1, 1)
+    local one = gang_of("sleep 1; echo done > ../done")
+    one:stage()
+    one:go()
+    local ok, e = pcall(task.timeout, 0.3, one.watch, one)
+    assert.is_false(ok)
+    assert.is_true(errors.is(e, "timeout"))
+    task.sleep(1.2)
+    assert.equal("done\n", read(machines["0.0"].home .. "/done"))
+  end)
+end)
