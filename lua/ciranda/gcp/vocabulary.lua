@@ -1,0 +1,589 @@
+--- One vocabulary for requests of TPUs, whichever version of the API has what is asked for.
+---
+--- A request is a table in words that people use (`slices`, `accelerator`, `capacity`, ...). `queued_resource` and
+--- `node` make the API's message of it, and choose the version: v2, unless only v2alpha1 has one of the fields or
+--- values. Which fields a version has is read from the API's own schema (ciranda.data), never listed here.
+
+local checks = require("ciranda.gcp.request_checks")
+local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+
+local M = {}
+
+local refuse, typed = checks.refuse, checks.typed
+
+---@class ciranda.gcp.Request
+---@field id string?               of the queued resource
+---@field slices integer?          1 by default, at most 256
+---@field accelerator string       a type ("v5litepod-16"), or a generation ("v5e") with `topology`
+---@field topology string?         "4x4"
+---@field unchecked boolean?       send an accelerator that the table does not know
+---@field runtime string?          the generation's usual one by default
+---@field node_id string?          of the only slice; the request's id by default
+---@field node_prefix string?      of several slices: PREFIX-0, PREFIX-1, ...; the request's id by default
+---@field capacity string?         "on-demand" (default), "spot", "reserved", "best-effort", "guaranteed", "flex-start"
+---@field reservation string|table|nil  a name, a full resource name, or { project|folder|organization =, name = }
+---@field min_duration number|string?  of "guaranteed"
+---@field max_run_duration number|string?  of "flex-start"
+---@field termination_time string?  of "flex-start", instead: RFC 3339
+---@field valid_until number|string?  seconds or "6h" from now, or a time in RFC 3339: when the request lapses
+---@field valid_after number|string?  before when nothing is provisioned
+---@field network string?
+---@field subnetwork string?
+---@field external_ips boolean?    true by default, as gcloud has it
+---@field ip_forward boolean?
+---@field queue_count integer?
+---@field networks table[]?        several: { network, subnetwork, external_ips, ip_forward, queue_count } each
+---@field tags string[]?
+---@field labels table<string, string>?
+---@field metadata table<string, string>?
+---@field metadata_from_file table<string, string>?  paths
+---@field startup_script string?
+---@field startup_script_file string?  path
+---@field ssh_keys string[]?       "user:ssh-ed25519 AAAA... comment"
+---@field service_account string?  email
+---@field scopes string[]?         cloud-platform by default when there is a service account
+---@field data_disks table[]?      { source =, mode = "read-write"|"read-only", workers = integer[]? } each
+---@field boot_disk table?         kms_key, size_gb, confidential, iops, throughput, image, storage_pool
+---@field secure_boot boolean?
+---@field confidential boolean?    AMD SEV
+---@field autocheckpoint boolean?
+---@field description string?
+---@field workload string?         "throughput-optimized" or "availability-optimized"
+---@field version "v2"|"v2alpha1"|nil  insist on one
+
+local KNOWN = {}
+for name in
+  ([[id slices accelerator topology unchecked runtime node_id node_prefix capacity reservation min_duration
+  max_run_duration termination_time valid_until valid_after network subnetwork external_ips ip_forward queue_count
+  networks tags labels metadata metadata_from_file startup_script startup_script_file ssh_keys service_account scopes data_disks
+  boot_disk secure_boot confidential autocheckpoint description workload version]]):gmatch("%S+")
+do
+  KNOWN[name] = true
+end
+
+local CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
+
+-- Parts of a node ---------------------------------------------------------------------------------------------------
+
+--- Refuse keys that a table inside an option does not have.
+local function check_keys(value, option, names)
+  for key in pairs(value) do
+    if not names[key] then
+      local list = {}
+      for name in pairs(names) do
+        list[#list + 1] = name
+      end
+      table.sort(list)
+      refuse(option, "there is no '%s' in it (there are %s)", tostring(key), table.concat(list, ", "))
+    end
+  end
+end
+
+local NETWORK =
+  { network = true, subnetwork = true, external_ips = true, ip_forward = true, queue_count = true }
+
+local function network_config(options)
+  local external = typed(options, "external_ips", "boolean")
+  return {
+    network = typed(options, "network", "string"),
+    subnetwork = typed(options, "subnetwork", "string"),
+    enableExternalIps = external == nil or external,
+    canIpForward = typed(options, "ip_forward", "boolean"),
+    queueCount = typed(options, "queue_count", "integer"),
+  }
+end
+
+local function put_network(node, options)
+  local networks = typed(options, "networks", "table")
+  if not networks then
+    node.networkConfig = network_config(options)
+    return
+  end
+  for name in pairs(NETWORK) do
+    if options[name] ~= nil then
+      refuse("networks", "excludes '%s': say it in each entry", name)
+    end
+  end
+  if #networks == 0 then
+    refuse("networks", "is empty")
+  end
+  node.networkConfigs = {}
+  for index, entry in ipairs(networks) do
+    if type(entry) ~= "table" then
+      refuse("networks", "entry %d must be a table", index)
+    end
+    check_keys(entry, "networks", NETWORK)
+    node.networkConfigs[index] = network_config(entry)
+  end
+end
+
+--- The metadata of all options that make some.
+local function metadata_of(options)
+  local metadata = {}
+  local function put(key, value, option)
+    if metadata[key] then
+      refuse(option, "the metadata key '%s' is set by another option too", key)
+    end
+    metadata[key] = value
+  end
+  for key, value in pairs(checks.map(options, "metadata") or {}) do
+    put(key, value, "metadata")
+  end
+  for key, path in pairs(checks.map(options, "metadata_from_file") or {}) do
+    put(key, fs.read(path, checks.METADATA_TOTAL), "metadata_from_file")
+  end
+  local script, option = typed(options, "startup_script", "string"), "startup_script"
+  local path = typed(options, "startup_script_file", "string")
+  if path then
+    if script then
+      refuse("startup_script_file", "excludes 'startup_script'")
+    end
+    script, option = fs.read(path, checks.METADATA_TOTAL), "startup_script_file"
+  end
+  if script then
+    put("startup-script", script, option)
+  end
+  if metadata["startup-script"] then
+    checks.startup_script(metadata["startup-script"], option)
+  end
+  local keys = checks.strings(options, "ssh_keys")
+  if keys and #keys > 0 then
+    for index, key in ipairs(keys) do
+      if not key:match("^[%w_.-]+:[%w@.-]+ [%w+/=]+[^\n]*$") then
+        refuse("ssh_keys", 'entry %d is not "user:ssh-ed25519 AAAA... comment"', index)
+      end
+    end
+    local before = metadata["ssh-keys"]
+    metadata["ssh-keys"] = (before and before:gsub("\n*$", "\n") or "") .. table.concat(keys, "\n")
+  end
+  checks.metadata(metadata)
+  return next(metadata) and metadata or nil
+end
+
+local DISK = { source = true, mode = true, workers = true }
+local DISK_MODES = { ["read-write"] = "READ_WRITE", ["read-only"] = "READ_ONLY" }
+
+local function data_disks(options)
+  local disks = typed(options, "data_disks", "table")
+  if not disks then
+    return nil
+  end
+  local list = {}
+  for index, disk in ipairs(disks) do
+    check_keys(disk, "data_disks", DISK)
+    local mode = disk.mode and DISK_MODES[disk.mode]
+    if type(disk.source) ~= "string" then
+      refuse("data_disks", "entry %d has no 'source', the disk's full name", index)
+    elseif disk.mode and not mode then
+      refuse(
+        "data_disks",
+        "entry %d: mode '%s' is neither read-write nor read-only",
+        index,
+        tostring(disk.mode)
+      )
+    end
+    local workers
+    for place, worker in ipairs(disk.workers or {}) do
+      workers = workers or {}
+      workers[place] = ("%d"):format(worker)
+    end
+    list[index] = { sourceDisk = disk.source, mode = mode, workerIds = workers }
+  end
+  return list
+end
+
+local BOOT = {
+  kms_key = true,
+  size_gb = true,
+  confidential = true,
+  iops = true,
+  throughput = true,
+  image = true,
+  storage_pool = true,
+}
+
+--- An int64, which JSON carries as a string.
+local function int64(options, name)
+  local value = typed(options, name, "integer")
+  return value and ("%d"):format(value) or nil
+end
+
+local function boot_disk(options)
+  local disk = typed(options, "boot_disk", "table")
+  if not disk then
+    return nil
+  end
+  check_keys(disk, "boot_disk", BOOT)
+  return {
+    customerEncryptionKey = disk.kms_key and { kmsKeyName = typed(disk, "kms_key", "string") } or nil,
+    diskSizeGb = int64(disk, "size_gb"),
+    enableConfidentialCompute = typed(disk, "confidential", "boolean"),
+    provisionedIops = int64(disk, "iops"),
+    provisionedThroughput = int64(disk, "throughput"),
+    sourceImage = typed(disk, "image", "string"),
+    storagePool = typed(disk, "storage_pool", "string"),
+  }
+end
+
+--- The Node message, without scheduling, and the accelerator.
+local function node_of(options)
+  local accelerator = checks.accelerator(options)
+  local labels, tags = checks.map(options, "labels"), checks.strings(options, "tags")
+  checks.labels(labels)
+  checks.tags(tags)
+  local description = typed(options, "description", "string")
+  if description and (utf8.len(description) or math.huge) > 512 then
+    refuse("description", "has more than 512 characters, or is not UTF-8")
+  end
+  local email, scopes = typed(options, "service_account", "string"), checks.strings(options, "scopes")
+  local node = {
+    acceleratorType = accelerator.type,
+    acceleratorConfig = accelerator.config,
+    runtimeVersion = checks.runtime(options, accelerator.generation),
+    description = description,
+    labels = labels and next(labels) and labels or nil,
+    tags = tags and #tags > 0 and tags or nil,
+    metadata = metadata_of(options),
+    serviceAccount = (email or scopes) and { email = email, scope = scopes or { CLOUD_PLATFORM } } or nil,
+    dataDisks = data_disks(options),
+    bootDiskConfig = boot_disk(options),
+    shieldedInstanceConfig = typed(options, "secure_boot", "boolean") ~= nil and {
+      enableSecureBoot = options.secure_boot,
+    } or nil,
+    confidentialInstanceConfig = typed(options, "confidential", "boolean") and {
+      confidentialInstanceType = "SEV",
+    } or nil,
+    autocheckpointEnabled = typed(options, "autocheckpoint", "boolean") or nil,
+  }
+  put_network(node, options)
+  return node, accelerator
+end
+
+-- Capacity and time -------------------------------------------------------------------------------------------------
+
+local CAPACITIES = {
+  ["on-demand"] = true,
+  spot = true,
+  reserved = true,
+  ["best-effort"] = true,
+  guaranteed = true,
+  ["flex-start"] = true,
+}
+
+--- The kind of capacity, and a reservation's full name or nil.
+local function capacity_of(options, project, zone)
+  local reservation = options.reservation
+  local capacity = typed(options, "capacity", "string") or (reservation and "reserved" or "on-demand")
+  if not CAPACITIES[capacity] then
+    refuse(
+      "capacity",
+      "'%s' is none of on-demand, spot, reserved, best-effort, guaranteed, flex-start",
+      capacity
+    )
+  end
+  for option, of in pairs {
+    min_duration = "guaranteed",
+    max_run_duration = "flex-start",
+    termination_time = "flex-start",
+  } do
+    if options[option] ~= nil and capacity ~= of then
+      refuse(option, 'is for capacity "%s", not "%s"', of, capacity)
+    end
+  end
+  if reservation == nil then
+    return capacity, nil
+  end
+  if capacity ~= "reserved" and capacity ~= "guaranteed" then
+    refuse("reservation", 'is for capacity "reserved", not "%s"', capacity)
+  end
+  local kind, owner, name = "projects", project, reservation
+  if type(reservation) == "table" then
+    check_keys(
+      reservation,
+      "reservation",
+      { project = true, folder = true, organization = true, name = true }
+    )
+    name = reservation.name or "-"
+    for field, plural in pairs { project = "projects", folder = "folders", organization = "organizations" } do
+      if reservation[field] then
+        kind, owner = plural, reservation[field]
+      end
+    end
+  elseif type(reservation) ~= "string" then
+    refuse("reservation", "must be a name or a table, got %s", type(reservation))
+  elseif reservation:find("/", 1, true) then
+    local head, where = reservation:match("^(%l+)/[^/]+/locations/([^/]+)/reservations/[^/]+$")
+    if not (head == "projects" or head == "folders" or head == "organizations") then
+      refuse(
+        "reservation",
+        "'%s' is not {projects|folders|organizations}/X/locations/ZONE/reservations/NAME",
+        reservation
+      )
+    elseif where ~= zone then
+      refuse("reservation", "it is in zone %s, the request in %s", where, zone)
+    end
+    return capacity, reservation
+  end
+  return capacity, ("%s/%s/locations/%s/reservations/%s"):format(kind, owner, zone, name)
+end
+
+--- A moment: RFC 3339 as it is, a length of time from now.
+local function moment(value, option, now)
+  if type(value) == "string" and value:match("^%d%d%d%d%-%d%d%-%d%dT%d%d:%d%d:%d%d[.%d]*Z$") then
+    return value, nil
+  end
+  local seconds = checks.seconds(value, option)
+  return os.date("!%Y-%m-%dT%H:%M:%SZ", math.floor(now + seconds)), seconds
+end
+
+--- The QueueingPolicy message. Both ends together are an interval of absolute times, as gcloud sends it.
+local function queueing_policy(options, now)
+  local policy
+  local start, after = nil, nil
+  local stop, until_seconds = nil, nil
+  if options.valid_after ~= nil then
+    start, after = moment(options.valid_after, "valid_after", now)
+  end
+  if options.valid_until ~= nil then
+    stop, until_seconds = moment(options.valid_until, "valid_until", now)
+  end
+  if start and stop then
+    if stop <= start then
+      refuse("valid_until", "%s is not after 'valid_after', %s", stop, start)
+    end
+    policy = { validInterval = { startTime = start, endTime = stop } }
+  elseif start then
+    policy = after and { validAfterDuration = checks.duration(after) } or { validAfterTime = start }
+  elseif stop then
+    policy = until_seconds and { validUntilDuration = checks.duration(until_seconds) }
+      or { validUntilTime = stop }
+  end
+  return policy
+end
+
+-- The version -------------------------------------------------------------------------------------------------------
+
+--- Collect in `missing` what a message has and the version's schema has not.
+local function collect_missing(schema, message, value, path, missing)
+  for key, item in pairs(value) do
+    local spec = schema.messages[message][key]
+    local where = path == "" and key or path .. "." .. key
+    if spec == nil then
+      missing[#missing + 1] = where
+    elseif type(spec) == "table" then
+      local found = false
+      for _, name in ipairs(spec) do
+        found = found or name == item
+      end
+      if not found then
+        missing[#missing + 1] = where .. " = " .. tostring(item)
+      end
+    else
+      local base, suffix = spec:match("^(%w+)(.*)$")
+      if schema.messages[base] then
+        for _, each in ipairs(suffix == "[]" and item or { item }) do
+          collect_missing(schema, base, each, where, missing)
+        end
+      end
+    end
+  end
+end
+
+--- What of a message a version of the API does not have.
+---@param version string
+---@param message string the message's name
+---@param value table
+---@return string[] paths
+function M.missing(version, message, value)
+  local missing = {}
+  collect_missing(require("ciranda.data.tpu_schema_" .. version), message, value, "", missing)
+  table.sort(missing)
+  return missing
+end
+
+--- The version to use for a message.
+---@param extra string? what v2 lacks besides
+---@return string version
+---@return string[] because
+local function choose(options, message, value, extra)
+  local wanted = typed(options, "version", "string")
+  if wanted and wanted ~= "v2" and wanted ~= "v2alpha1" then
+    refuse("version", "'%s' is neither v2 nor v2alpha1", wanted)
+  end
+  local missing = M.missing("v2", message, value)
+  missing[#missing + 1] = extra
+  if #missing == 0 then
+    return wanted or "v2", {}
+  end
+  if wanted == "v2" then
+    refuse("version", "v2 does not have %s; leave 'version' out or say v2alpha1", table.concat(missing, ", "))
+  end
+  local unknown = M.missing("v2alpha1", message, value)
+  if #unknown > 0 then
+    refuse("accelerator", "no version of the API has %s", table.concat(unknown, ", "))
+  end
+  return "v2alpha1", missing
+end
+
+-- Requests ----------------------------------------------------------------------------------------------------------
+
+---@class ciranda.gcp.Built
+---@field version "v2"|"v2alpha1"
+---@field because string[]         the fields for which v2alpha1 was chosen
+---@field body table               the message
+---@field id string
+---@field nodes string[]           the names that the nodes will have
+---@field slices integer
+---@field chips integer?           in all; nil for an unchecked accelerator
+---@field capacity string
+
+---@param context { project: string, zone: string, now: number? }
+local function check_context(options, context)
+  errors.check_options(options, KNOWN, "tpu request", 3)
+  for _, name in ipairs { "project", "zone" } do
+    if type(context[name]) ~= "string" or context[name] == "" then
+      refuse(name, "is needed")
+    end
+  end
+end
+
+--- Make the QueuedResource message of a request.
+---@async
+---@param options ciranda.gcp.Request
+---@param context { project: string, zone: string, now: number? }
+---@return ciranda.gcp.Built
+--- Raises `usage`, naming the option; what reading a file raises.
+function M.queued_resource(options, context)
+  check_context(options, context)
+  local id = checks.id(options, "id")
+  local node, accelerator = node_of(options)
+  local slices = checks.slices(options, accelerator.generation)
+  local capacity, reservation = capacity_of(options, context.project, context.zone)
+  local now = context.now or os.time()
+  local workload = typed(options, "workload", "string")
+  if workload and workload ~= "throughput-optimized" and workload ~= "availability-optimized" then
+    refuse("workload", "'%s' is neither throughput-optimized nor availability-optimized", workload)
+  end
+
+  local spec = { parent = ("projects/%s/locations/%s"):format(context.project, context.zone), node = node }
+  local nodes, multi
+  if slices == 1 then
+    if options.node_prefix ~= nil then
+      refuse("node_prefix", "is for several slices; use 'node_id'")
+    elseif workload then
+      refuse("workload", "is for several slices")
+    end
+    spec.nodeId = options.node_id and checks.id(options, "node_id") or id
+    nodes = { spec.nodeId }
+  else
+    if options.node_id ~= nil then
+      refuse("node_id", "is for one slice; use 'node_prefix'")
+    end
+    local prefix = options.node_prefix and checks.id(options, "node_prefix") or id
+    multi = {
+      nodeCount = slices,
+      nodeIdPrefix = prefix,
+      workloadType = workload and workload:upper():gsub("-", "_") or nil,
+    }
+    nodes = checks.node_names(prefix, slices)
+  end
+
+  local body = { tpu = { nodeSpec = { spec } }, queueingPolicy = queueing_policy(options, now) }
+  if capacity == "spot" then
+    body.spot = {}
+  elseif capacity == "best-effort" then
+    body.bestEffort = {}
+  elseif capacity == "guaranteed" then
+    local least = options.min_duration
+    body.guaranteed =
+      { minDuration = least and checks.duration(checks.seconds(least, "min_duration")) or nil }
+    body.reservationName = reservation
+  elseif capacity == "flex-start" then
+    local longest, stop = options.max_run_duration, typed(options, "termination_time", "string")
+    if (longest == nil) == (stop == nil) then
+      refuse("max_run_duration", "flex-start needs it, or 'termination_time', and not both")
+    end
+    body.provisioningModel = "FLEX_START"
+    body.runDuration = {
+      maxRunDuration = longest and checks.duration(checks.seconds(longest, "max_run_duration")) or nil,
+      terminationTime = stop,
+    }
+  elseif capacity == "reserved" then
+    body.reservationName = reservation
+  end
+
+  -- The parameters of several slices have a name of their own in each version, and one field more in v2alpha1.
+  local version, because = choose(options, "QueuedResource", body, workload and "workloadType")
+  if multi then
+    spec[version == "v2" and "multisliceParams" or "multiNodeParams"] = multi
+  end
+  if capacity == "reserved" and not reservation then
+    -- gcloud's --reserved: any reservation of the project, said in each version's own way.
+    if version == "v2" then
+      body.reservationName = ("%s/reservations/-"):format(spec.parent)
+    else
+      body.guaranteed = { reserved = true }
+    end
+  end
+  return {
+    version = version,
+    because = because,
+    body = body,
+    id = id,
+    nodes = nodes,
+    slices = slices,
+    chips = accelerator.entry and accelerator.entry.chips * slices or nil,
+    capacity = capacity,
+  }
+end
+
+--- Make the Node message of a request for one node without a queued resource.
+---@async
+---@param options ciranda.gcp.Request `id` is the node's; nothing of the queue may be asked for
+---@param context { project: string, zone: string }
+---@return ciranda.gcp.Built
+--- Raises `usage`, naming the option; what reading a file raises.
+function M.node(options, context)
+  check_context(options, context)
+  local id = checks.id(options, "id")
+  for _, name in ipairs {
+    "slices",
+    "node_id",
+    "node_prefix",
+    "valid_until",
+    "valid_after",
+    "workload",
+    "min_duration",
+    "max_run_duration",
+    "termination_time",
+  } do
+    if options[name] ~= nil then
+      refuse(name, "is for queued resources")
+    end
+  end
+  local node, accelerator = node_of(options)
+  local capacity, reservation = capacity_of(options, context.project, context.zone)
+  if capacity == "spot" then
+    node.schedulingConfig = { spot = true }
+  elseif capacity == "reserved" then
+    node.schedulingConfig = reservation
+        and { reserved = true, provisioningModel = "RESERVATION_BOUND", reservationName = reservation }
+      or { reserved = true }
+  elseif capacity ~= "on-demand" then
+    refuse("capacity", '"%s" is for queued resources', capacity)
+  end
+  local version, because = choose(options, "Node", node)
+  return {
+    version = version,
+    because = because,
+    body = node,
+    id = id,
+    nodes = { id },
+    slices = 1,
+    chips = accelerator.entry and accelerator.entry.chips or nil,
+    capacity = capacity,
+  }
+end
+
+return M
