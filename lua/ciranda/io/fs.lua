@@ -342,7 +342,8 @@ local temporary_count = 0
 
 local function temporary_name(path)
   temporary_count = temporary_count + 1
-  return ("%s/.%s.%d.%d.tmp"):format(M.dirname(path), M.basename(path), uv.os_getpid(), temporary_count)
+  local unique = ("%d.%d.%x"):format(uv.os_getpid(), temporary_count, uv.hrtime())
+  return ("%s/.%s.%s.tmp"):format(M.dirname(path), M.basename(path):sub(1, 100), unique)
 end
 
 --- Write a whole file so that a reader, or a crash, finds the old content or the new, never a part: a temporary file
@@ -385,7 +386,8 @@ function M.write(path, data, options)
     end,
   })
   do
-    local file <close> = M.open(temporary, "wx", chosen or MODE_FILE)
+    local fd = call("write", path, uv.fs_open, temporary, "wx", chosen or MODE_FILE)
+    local file <close> = setmetatable({ fd = fd, path = path }, File)
     if chosen then
       call("chmod", path, uv.fs_fchmod, file.fd, chosen) -- the umask does not count then
     end

@@ -25,6 +25,9 @@ M.MAX_OUTPUT = 64 * 1024 * 1024
 -- Seconds to wait, after KILL, for the end of output that a process outside the group holds open.
 local LAST_WAIT = 1
 
+-- Seconds that output of a program we ended, and that has exited, may lie unread before it is thrown away.
+local UNREAD_WAIT = 0.2
+
 local OPTIONS = {
   cwd = true,
   env = true,
@@ -283,11 +286,39 @@ local function output_stdio(choice, callback, inherited, what)
   )
 end
 
+--- Call a function for each output stream that is a pipe of ours.
+local function each_reader(self, fn)
+  for _, what in ipairs({ "stdout", "stderr" }) do
+    local reader = self["reader_" .. what]
+    if reader then
+      fn(reader, what)
+    end
+  end
+end
+
+--- The program we are ending has exited: its last output must not wait for a reader who does not come.
+local function drop_unread(self)
+  if self.open_pipes == 0 or self.unread_timer then
+    return
+  end
+  self.unread_timer = uv.new_timer()
+  self.unread_timer:start(math.ceil(UNREAD_WAIT * 1000), 0, function()
+    self.unread_timer:close()
+    each_reader(self, function(reader)
+      if not reader.reading then
+        reader:discard()
+      end
+    end)
+  end)
+end
+
 --- Tell those who wait when the program has exited and every pipe is at its end.
 local function settle(self)
   if self.exited and self.open_pipes == 0 and not self.result then
-    if self.kill_timer and not self.kill_timer:is_closing() then
-      self.kill_timer:close()
+    for _, timer in ipairs({ self.kill_timer or false, self.unread_timer or false }) do
+      if timer and not timer:is_closing() then
+        timer:close()
+      end
     end
     local function captured(list)
       return list and table.concat(list)
@@ -378,6 +409,9 @@ local function start(argv)
   }, function(code, signal)
     self.exited, self.exit_code, self.exit_signal = true, code, signal
     handle:close()
+    if self.terminating then
+      drop_unread(self)
+    end
     settle(self)
   end)
   for _, fd in ipairs(temporary) do
@@ -469,14 +503,14 @@ function Process:terminate(grace)
     self:signal("SIGKILL")
     self.kill_timer:start(LAST_WAIT * 1000, 0, function()
       -- A process that left the group keeps a pipe open: the rest of its output is not ours to wait for.
-      for _, what in ipairs({ "stdout", "stderr" }) do
-        local reader = self["reader_" .. what]
-        if reader then
-          reader:close()
-        end
-      end
+      each_reader(self, function(reader)
+        reader:close()
+      end)
     end)
   end)
+  if self.exited then
+    drop_unread(self)
+  end
 end
 
 --- Wait until the program has exited and its output is at its end. Cancelling the wait ends the program.
@@ -508,12 +542,11 @@ function Process:close()
   if self.writer then
     self.writer:close()
   end
-  for _, what in ipairs({ "stdout", "stderr" }) do
-    local reader = self["reader_" .. what]
-    if reader and not self["captured_" .. what] then
+  each_reader(self, function(reader, what)
+    if not self["captured_" .. what] then
       reader:discard()
     end
-  end
+  end)
   if self.result then
     return
   end
@@ -530,12 +563,9 @@ function Process:_abandon()
   if self.writer then
     self.writer:close()
   end
-  for _, what in ipairs({ "stdout", "stderr" }) do
-    local reader = self["reader_" .. what]
-    if reader then
-      reader:close()
-    end
-  end
+  each_reader(self, function(reader)
+    reader:close()
+  end)
 end
 
 function Process:__close()
