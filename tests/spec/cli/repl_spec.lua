@@ -1,0 +1,172 @@
+-- The REPL in a real terminal (tmux): what a person sees.
+local fs = require("ciranda.io.fs")
+local process = require("ciranda.io.process")
+local repl = require("ciranda.cli.repl")
+local task = require("ciranda.task")
+
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+local HAVE_TMUX = process.run({ "sh", "-c", "command -v tmux" }).code == 0
+
+describe("the REPL in a terminal", function()
+  local directory, socket
+
+  local function tmux(...)
+    return process.run { "tmux", "-S", socket, "-f", "/dev/null", timeout = 10, ... }
+  end
+
+  local function screen()
+    return tmux("capture-pane", "-p", "-t", "repl").stdout
+  end
+
+  --- Waits until the screen shows a text, and returns the screen.
+  local function until_shown(text, seconds)
+    local last
+    local ok = pcall(task.timeout, seconds or 10, function()
+      while true do
+        last = screen()
+        if last:find(text, 1, true) then
+          return
+        end
+        task.sleep(0.05)
+      end
+    end)
+    assert(ok, ("the screen never showed %q; it shows:\n%s"):format(text, last or ""))
+    return last
+  end
+
+  local function type_line(text)
+    tmux("send-keys", "-t", "repl", "-l", text)
+    tmux("send-keys", "-t", "repl", "Enter")
+  end
+
+  before_each(function()
+    if not HAVE_TMUX then
+      pending("the REPL in a terminal: needs tmux (apt-get install tmux)")
+    end
+    directory = fs.tempdir()
+    socket = directory .. "/tmux"
+    local start = tmux(
+      "new-session",
+      "-d",
+      "-s",
+      "repl",
+      "-x",
+      "100",
+      "-y",
+      "40",
+      ("env HOME=%s XDG_STATE_HOME=%s/state PS1='$ ' TERM=screen sh -c '%s repl; echo status $?; sleep 60'"):format(
+        directory,
+        directory,
+        BINARY
+      )
+    )
+    assert(start.code == 0, start.stderr)
+    until_shown("\n>")
+  end)
+
+  after_each(function()
+    if directory then
+      tmux("kill-server")
+      fs.remove_tree(directory)
+      directory = nil
+    end
+  end)
+
+  it("prints values, remembers the last one, goes on over lines", function()
+    type_line("1 + 1, 'two'")
+    until_shown("\n2       two\n")
+    type_line("{ 1, a = { b = true } }")
+    until_shown("{ 1, a = { b = true } }\n")
+    type_line("_.a.b")
+    until_shown("\ntrue\n")
+    type_line("function f(x)")
+    until_shown("\n>>")
+    type_line("return x * 2 end")
+    type_line("f(21)")
+    until_shown("\n42\n")
+  end)
+
+  it("shows mistakes and goes on", function()
+    type_line("x = = 1")
+    until_shown("unexpected symbol")
+    type_line("error('boom')")
+    until_shown("boom")
+    type_line("require('ciranda.io.error').raise { code = 'quota', message = 'none left' }")
+    until_shown("none left")
+    type_line("'still ' .. 'here'")
+    until_shown("still here")
+  end)
+
+  it("waits in a line while background work goes on and prints above what is typed", function()
+    type_line("spawn(function() task.sleep(0.6) print('from behind') end)")
+    until_shown("task")
+    tmux("send-keys", "-t", "repl", "-l", "half a li")
+    local shown = until_shown("from behind")
+    shown = until_shown("half a li")
+    local behind, half = shown:find("from behind", 1, true), shown:find("half a li[^\n]*\n*$")
+    assert.is_true(behind ~= nil and half ~= nil and behind < half)
+  end)
+
+  it("cancels the running line with Ctrl-C, a busy one too, and drops a typed one", function()
+    type_line("task.sleep(60)")
+    task.sleep(0.3)
+    tmux("send-keys", "-t", "repl", "C-c")
+    until_shown("cancelled")
+    type_line("while true do end")
+    task.sleep(0.3)
+    tmux("send-keys", "-t", "repl", "C-c")
+    until_shown("interrupted")
+    tmux("send-keys", "-t", "repl", "-l", "this is dropped")
+    task.sleep(0.2)
+    tmux("send-keys", "-t", "repl", "C-c")
+    task.sleep(0.2)
+    type_line("'after ' .. 'all'")
+    until_shown("after all\n")
+  end)
+
+  it("completes names, keeps a history that only the user can read, and leaves with Ctrl-D", function()
+    tmux("send-keys", "-t", "repl", "-l", "ciranda.vers")
+    tmux("send-keys", "-t", "repl", "Tab")
+    until_shown("ciranda.version")
+    tmux("send-keys", "-t", "repl", "Enter")
+    until_shown(require("ciranda.core.engine").version .. "\n")
+    tmux("send-keys", "-t", "repl", "C-d")
+    until_shown("status 0")
+    local history = directory .. "/state/ciranda/history"
+    assert.matches("ciranda.version", (fs.read(history):gsub("\\040", " ")), 1, true)
+    assert.equal("600", ("%o"):format(fs.stat(history).mode & 511))
+  end)
+end)
+
+describe("the REPL without a terminal", function()
+  it("runs lines as they come and prints values", function()
+    local result = process.run {
+      BINARY,
+      "repl",
+      stdin = "1 + 1\nfunction f()\nreturn 'x' end\nf()\nx = = 1\n'on'\n",
+      timeout = 20,
+    }
+    assert.equal(0, result.code)
+    assert.matches("^2\nx\n", result.stdout)
+    assert.matches("unexpected symbol", result.stdout)
+    assert.matches("on\n$", result.stdout)
+  end)
+
+  it("says when the input ends in the middle of a statement", function()
+    local result = process.run { BINARY, "repl", stdin = "function f()\n", timeout = 20 }
+    assert.matches("ended in the middle", result.stdout)
+  end)
+end)
+
+describe("completion", function()
+  local env = { ciranda = { version = 1, verify = 2, task = { sleep = 1, spawn = 2 } }, text = "x" }
+  setmetatable(env, { __index = { inherited = true } })
+
+  it("looks along dots, colons and __index, and calls nothing", function()
+    assert.same({ "ciranda.verify", "ciranda.version" }, repl.complete("ciranda.ver", env))
+    assert.same({ "ciranda.task.sleep", "ciranda.task.spawn" }, repl.complete("ciranda.task.s", env))
+    assert.same({ "inherited" }, repl.complete("inh", env))
+    assert.same({ "text:upper" }, repl.complete("text:upp", env))
+    assert.same({}, repl.complete("nothing.at.all", env))
+  end)
+end)
