@@ -31,8 +31,8 @@ local SHAPE = {
 }
 
 --- Reads a model: its sizes, or its number of parameters, or both.
----@param spec ciranda.mesh.Model|{ parameters: number?, layers: integer?, width: integer?, ff: integer?, heads: integer?,
----       kv_heads: integer?, head_size: integer?, vocabulary: integer?, gated: boolean? }
+---@param spec ciranda.mesh.Model|{ parameters: number?, layers: integer?, width: integer?, ff: integer?,
+---       heads: integer?, kv_heads: integer?, head_size: integer?, vocabulary: integer?, gated: boolean? }
 ---       `ff` is 4 * width when absent, `kv_heads` as `heads`, `head_size` width/heads, `vocabulary` 0;
 ---       `gated = false` for two matrices a feed-forward layer instead of three
 ---@return ciranda.mesh.Model

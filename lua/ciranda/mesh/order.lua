@@ -11,6 +11,7 @@ local devices_room = require("ciranda.mesh.devices")
 local fault = require("ciranda.mesh.fault")
 local granules = require("ciranda.mesh.granule")
 local placement = require("ciranda.mesh.placement")
+local python = require("ciranda.mesh.python")
 local releases = require("ciranda.mesh.releases")
 local ring = require("ciranda.mesh.ring")
 local topology = require("ciranda.mesh.topology")
@@ -35,6 +36,9 @@ local CANDIDATE_LIMIT = 20000
 ---@field hops ciranda.mesh.AxisHops[]  by axis of the mesh inside a slice
 ---@field ici integer[]
 ---@field dcn integer[]
+---@field slots integer[]               of the first slice, row-major over `ici`
+---@field dims integer[]                chips of a slice along x, y, z
+---@field wrap boolean[]                whether x, y, z close into a ring
 ---@field jax ciranda.mesh.Order?       of a better order: JAX's
 ---@field refusal ciranda.Error?        of a better order: why JAX places nothing
 ---@field improved boolean              whether this is better than JAX's
@@ -194,6 +198,9 @@ local function jax_order(wanted)
     hops = M.measure(placed.devices, slots, wanted.ici, dims, wrap),
     ici = wanted.ici,
     dcn = wanted.dcn,
+    slots = slots,
+    dims = dims,
+    wrap = wrap,
     improved = false,
   }
 end
@@ -517,10 +524,29 @@ function M.best_order(spec)
     hops = M.measure(devices, orders[1], wanted.ici, dims, wrap),
     ici = wanted.ici,
     dcn = wanted.dcn,
+    slots = orders[1],
+    dims = dims,
+    wrap = wrap,
     jax = jax,
     refusal = refusal,
     improved = true,
   }
+end
+
+--- The order as one line of Python: the array for jax.sharding.Mesh. Devices are found by slice and coordinates, so
+-- it does not matter how the platform numbers them.
+---@param order ciranda.mesh.Order of a grid
+---@return string
+--- Raises a misuse for an order of devices that were listed one by one: their numbers are not of a whole slice.
+function M.python(order)
+  local placed = order.placement
+  if not placed.devices.regular then
+    fault.misuse("order.python: only whole slices have an order that can be written down")
+  end
+  return (
+    'numpy.array(sorted(jax.devices(), key=lambda d: (getattr(d, "slice_index", 0), *d.coords[::-1], '
+    .. "d.core_on_chip)))[[%s]].reshape(%s)"
+  ):format(table.concat(placed.ids, ", "), python.tuple(placed.shape))
 end
 
 return M

@@ -125,7 +125,7 @@ local function rank_of(layout, estimated)
   }
 end
 
-local function before(a, b)
+local function precedes(a, b)
   for index, value in ipairs(a) do
     if value ~= b[index] then
       return value < b[index]
@@ -284,7 +284,7 @@ local function memory_advice(plan, options, out)
   local replicated, divided
   for _, layout in ipairs(plan.layouts) do
     if layout.placed and layout.memory.fits then
-      replicated = replicated or layout.dcn[2] == 1
+      replicated = replicated or (layout.dcn[2] == 1 and layout.dcn[3] == 1)
       divided = true
     end
   end
@@ -416,7 +416,7 @@ function M.rank(options)
     end
   end
   table.sort(layouts, function(a, b)
-    return before(ranks[a], ranks[b])
+    return precedes(ranks[a], ranks[b])
   end)
 
   local plan = {
