@@ -7,26 +7,23 @@
 --- `foreground = true` leaves it in our group, on our terminal.
 
 local uv = require("luv")
+local child = require("ciranda.io.child")
 local combine = require("ciranda.task.combine")
 local errors = require("ciranda.io.error")
-local pipes = require("ciranda.io.pipe")
-local scheduler = require("ciranda.task.scheduler")
 local scopes = require("ciranda.task.scope")
-local sync = require("ciranda.task.sync")
 
-local M = {}
-
---- Seconds between TERM and KILL. Less than the grace of a cancelled task, so that the task sees the end.
-M.GRACE = 5
-
---- Bytes of output that are kept of each stream; a program that writes more is ended with an error.
-M.MAX_OUTPUT = 64 * 1024 * 1024
-
--- Seconds to wait, after KILL, for the end of output that a process outside the group holds open.
-local LAST_WAIT = 1
-
--- Seconds that output of a program we ended, and that has exited, may lie unread before it is thrown away.
-local UNREAD_WAIT = 0.2
+local M = {
+  --- Keep what is written, for the result.
+  CAPTURE = child.CAPTURE,
+  --- A stream to read from or write to; for `spawn`.
+  PIPE = child.PIPE,
+  --- Our own stream.
+  INHERIT = child.INHERIT,
+  --- Nowhere.
+  DISCARD = child.DISCARD,
+  --- For standard error: where standard output goes.
+  STDOUT = child.STDOUT,
+}
 
 local OPTIONS = {
   cwd = true,
@@ -60,95 +57,8 @@ local OPTIONS = {
 ---@field max_output integer?    bytes kept of each stream; 64 MiB
 ---@field foreground boolean?    stay in our process group and session, for programs that use the terminal
 
-local function constant(name)
-  return setmetatable({}, {
-    __tostring = function()
-      return "process." .. name
-    end,
-  })
-end
-
-M.CAPTURE = constant("CAPTURE")
-M.PIPE = constant("PIPE")
-M.INHERIT = constant("INHERIT")
-M.DISCARD = constant("DISCARD")
-M.STDOUT = constant("STDOUT")
-
--- Results ----------------------------------------------------------------------------------------------------------
-
----@class ciranda.process.Result
----@field argv string[]
----@field pid integer
----@field code integer?     exit status; nil when a signal ended it
----@field signal string?    "SIGTERM" and the like
----@field signal_number integer?
----@field stdout string?    when captured
----@field stderr string?
-local Result = {}
-Result.__index = Result
-Result.__name = "ciranda.process.Result"
-
---- How it ended, for messages: "exit status 3" or "SIGKILL".
----@return string
-function Result:reason()
-  return self.signal or ("exit status %d"):format(self.code)
-end
-
-local TAIL = 2000
-
---- Raise unless the exit status is 0.
----@return ciranda.process.Result self
-function Result:check()
-  if self.code == 0 then
-    return self
-  end
-  local said = self.stderr and self.stderr ~= "" and self.stderr or self.stdout or ""
-  said = said:sub(-TAIL):gsub("%s+$", "")
-  errors.raise({
-    code = "failed",
-    op = "process.run",
-    target = self.argv[1],
-    message = ("%s ended with %s%s"):format(self.argv[1], self:reason(), said ~= "" and ": " .. said or ""),
-    result = self,
-  })
-  return self
-end
-
--- libuv's names: uv.constants has them as SIGTERM = 15.
-local signal_names
-
-local function signal_name(number)
-  if not signal_names then
-    signal_names = {}
-    for name, value in pairs(uv.constants) do
-      if name:find("^SIG") and not signal_names[value] then
-        signal_names[value] = name
-      end
-    end
-  end
-  return signal_names[number] or ("signal %d"):format(number)
-end
-
-local function signal_number(signal)
-  local number = signal
-  if type(signal) == "string" then
-    local name = signal:upper()
-    number = uv.constants[name:find("^SIG") and name or "SIG" .. name]
-  end
-  if math.type(number) ~= "integer" or number < 0 then
-    errors.misuse(
-      errors.level_outside("ciranda/io/process"),
-      "process: unknown signal '%s'",
-      tostring(signal)
-    )
-  end
-  return number
-end
-
--- Starting ---------------------------------------------------------------------------------------------------------
-
 local function check(argv, what)
-  local level = errors.level_outside("ciranda/io/process")
+  local level = errors.level_outside("ciranda/io/")
   if type(argv) ~= "table" then
     errors.misuse(
       level,
@@ -193,7 +103,7 @@ local function environment(options)
   for name, value in pairs(options.env or {}) do
     if type(name) ~= "string" or name == "" or name:find("[=\0]") then
       errors.misuse(
-        errors.level_outside("ciranda/io/process"),
+        errors.level_outside("ciranda/io/"),
         "process: '%s' is no variable's name",
         tostring(name)
       )
@@ -210,245 +120,6 @@ local function environment(options)
   end
   table.sort(list)
   return list
-end
-
---- Say what of a start failed: the directory, or the program.
-local function start_failure(argv, message, name)
-  local text = tostring(message):match("^E%w+: (.*)") or tostring(message)
-  local fault
-  if name == "ENOENT" or name == "ENOTDIR" or name == "EACCES" then
-    local cwd = argv.cwd
-    local stat, _, cwd_name = nil, nil, nil
-    if cwd then
-      stat, _, cwd_name = uv.fs_stat(cwd)
-    end
-    if cwd and not stat then
-      fault = ("(cwd) '%s': %s"):format(
-        cwd,
-        cwd_name == "ENOENT" and "no such directory" or tostring(cwd_name)
-      )
-    elseif cwd and stat.type ~= "directory" then
-      fault = ("(cwd) '%s': not a directory"):format(cwd)
-    elseif name == "ENOENT" then
-      local where = argv[1]:find("/", 1, true) and "no such file, or its interpreter is missing"
-        or "not found in PATH"
-      fault = ("(cmd) '%s': %s"):format(argv[1], where)
-    end
-  end
-  return errors.new({
-    code = errors.code_of(name),
-    op = "process.spawn",
-    target = argv[1],
-    message = ("cannot start %s"):format(fault or ("(cmd) '%s': %s"):format(argv[1], text)),
-    errno = name,
-  })
-end
-
----@class ciranda.Process
----@field argv string[]
----@field pid integer
----@field stdin ciranda.Writer?   with `stdin = process.PIPE`
----@field stdout ciranda.Reader?  with `stdout = process.PIPE`
----@field stderr ciranda.Reader?
-local Process = {}
-Process.__index = Process
-Process.__name = "ciranda.Process"
-
-function Process:__tostring()
-  return ("process %d (%s)"):format(self.pid, self.argv[1])
-end
-
--- luv measures the list of descriptors with #, so that an absent entry must not be nil.
-local null_fd
-
-local function null()
-  null_fd = null_fd or assert(uv.fs_open("/dev/null", "r+", 0))
-  return null_fd
-end
-
---- What an output stream is connected to: the entry for luv, and the pipe to read from when it is ours to read.
-local function output_stdio(choice, callback, inherited, what)
-  if callback or choice == nil or choice == M.CAPTURE or choice == M.PIPE then
-    local pipe = uv.new_pipe(false)
-    return pipe, pipe
-  elseif choice == M.INHERIT then
-    return inherited
-  elseif choice == M.DISCARD then
-    return null()
-  elseif math.type(choice) == "integer" and choice >= 0 then
-    return choice
-  end
-  errors.misuse(
-    errors.level_outside("ciranda/io/process"),
-    "process: %s must be one of process.CAPTURE, PIPE, INHERIT, DISCARD or a file descriptor, got %s",
-    what,
-    tostring(choice)
-  )
-end
-
---- Call a function for each output stream that is a pipe of ours.
-local function each_reader(self, fn)
-  for _, what in ipairs({ "stdout", "stderr" }) do
-    local reader = self["reader_" .. what]
-    if reader then
-      fn(reader, what)
-    end
-  end
-end
-
---- The program we are ending has exited: its last output must not wait for a reader who does not come.
-local function drop_unread(self)
-  if self.open_pipes == 0 or self.unread_timer then
-    return
-  end
-  self.unread_timer = uv.new_timer()
-  self.unread_timer:start(math.ceil(UNREAD_WAIT * 1000), 0, function()
-    self.unread_timer:close()
-    each_reader(self, function(reader)
-      if not reader.reading then
-        reader:discard()
-      end
-    end)
-  end)
-end
-
---- Tell those who wait when the program has exited and every pipe is at its end.
-local function settle(self)
-  if self.exited and self.open_pipes == 0 and not self.result then
-    for _, timer in ipairs({ self.kill_timer or false, self.unread_timer or false }) do
-      if timer and not timer:is_closing() then
-        timer:close()
-      end
-    end
-    local function captured(list)
-      return list and table.concat(list)
-    end
-    self.result = setmetatable({
-      argv = self.argv,
-      pid = self.pid,
-      code = self.exit_signal == 0 and self.exit_code or nil,
-      signal = self.exit_signal ~= 0 and signal_name(self.exit_signal) or nil,
-      signal_number = self.exit_signal ~= 0 and self.exit_signal or nil,
-      stdout = captured(self.captured_stdout),
-      stderr = captured(self.captured_stderr),
-    }, Result)
-    self.ended:set()
-  end
-end
-
---- Collect what a stream brings, up to the limit.
-local function capture(self, reader, what, limit)
-  local list, size = {}, 0
-  reader:drain(function(chunk)
-    size = size + #chunk
-    if size <= limit then
-      list[#list + 1] = chunk
-    elseif not self.failure then
-      self.failure = errors.new({
-        code = "failed",
-        op = "process.run",
-        target = self.argv[1],
-        message = ("%s wrote more than %d bytes to its %s; use on_%s, or raise max_output"):format(
-          self.argv[1],
-          limit,
-          what,
-          what
-        ),
-      })
-      self:terminate()
-    end
-  end)
-  return list
-end
-
---- Everything a program is connected to. `ours` are the pipes to read and write, `temporary` descriptors to close
---- when it has been started.
-local function connect(argv)
-  local stdio, ours, temporary = {}, {}, {}
-  if argv.stdin == M.INHERIT then
-    stdio[1] = 0
-  elseif argv.stdin == nil or argv.stdin == "" or argv.stdin == M.DISCARD then
-    stdio[1] = null()
-  else
-    ours.stdin = uv.new_pipe(false)
-    stdio[1] = ours.stdin
-  end
-  stdio[2], ours.stdout = output_stdio(argv.stdout, argv.on_stdout, 1, "stdout")
-  if argv.stderr ~= M.STDOUT then
-    stdio[3], ours.stderr = output_stdio(argv.stderr, argv.on_stderr, 2, "stderr")
-  elseif ours.stdout then
-    -- Both write to one pipe, so that lines keep their order.
-    local ends = assert(uv.pipe({ nonblock = true }, nil))
-    ours.stdout:open(ends.read)
-    stdio[2], stdio[3] = ends.write, ends.write
-    temporary[1] = ends.write
-  else
-    stdio[3] = stdio[2]
-  end
-  return stdio, ours, temporary
-end
-
---- Start a program, whatever its options.
-local function start(argv)
-  scheduler.check_can_wait()
-  local env = environment(argv)
-  local self = setmetatable({ argv = argv, open_pipes = 0, ended = sync.event() }, Process)
-  local stdio, ours, temporary = connect(argv)
-
-  local arguments = {}
-  for index = 2, #argv do
-    arguments[index - 1] = tostring(argv[index])
-  end
-  local handle, pid, name
-  handle, pid, name = uv.spawn(argv[1], {
-    args = arguments,
-    stdio = stdio,
-    env = env,
-    cwd = argv.cwd,
-    detached = not argv.foreground,
-  }, function(code, signal)
-    self.exited, self.exit_code, self.exit_signal = true, code, signal
-    handle:close()
-    if self.terminating then
-      drop_unread(self)
-    end
-    settle(self)
-  end)
-  for _, fd in ipairs(temporary) do
-    uv.fs_close(fd)
-  end
-  if not handle then
-    for _, pipe in pairs(ours) do
-      pipe:close()
-    end
-    errors.raise(start_failure(argv, pid, name))
-  end
-  self.handle, self.pid = handle, pid
-
-  local limit = argv.max_output or M.MAX_OUTPUT
-  for _, what in ipairs({ "stdout", "stderr" }) do
-    local pipe = ours[what]
-    if pipe then
-      self.open_pipes = self.open_pipes + 1
-      local reader = pipes.reader(pipe, ("%s of %s"):format(what, argv[1]), function()
-        self.open_pipes = self.open_pipes - 1
-        settle(self)
-      end)
-      self["reader_" .. what] = reader
-      if argv[what] == M.PIPE then
-        self[what] = reader
-      elseif not argv["on_" .. what] then
-        self["captured_" .. what] = capture(self, reader, what, limit)
-      end
-    end
-  end
-  if ours.stdin then
-    self.writer = pipes.writer(ours.stdin, ("standard input of %s"):format(argv[1]))
-    if argv.stdin == M.PIPE then
-      self.stdin = self.writer
-    end
-  end
-  return self
 end
 
 --- Start a program. Write `local p <close> = process.spawn{...}`: leaving the block ends it, and waits for that.
@@ -469,107 +140,7 @@ function M.spawn(argv)
       "process.spawn: stdin must be process.PIPE, INHERIT or DISCARD; process.run takes a string"
     )
   end
-  return start(argv)
-end
-
--- Ending -----------------------------------------------------------------------------------------------------------
-
---- Send a signal to the program's group; to the program alone when it runs in the foreground.
----@param signal string|integer "SIGTERM", "TERM" or a number
----@return boolean sent false when it has ended already
-function Process:signal(signal)
-  local number = signal_number(signal)
-  if self.exited and self.open_pipes == 0 then
-    return false
-  end
-  if self.argv.foreground then
-    return not self.exited and uv.kill(self.pid, number) ~= nil
-  end
-  return uv.kill(-self.pid, number) ~= nil
-end
-
---- Begin to end it: TERM to the group, KILL after the grace, and at last closed pipes. `wait` sees the end.
----@param grace number? seconds between TERM and KILL; as given to spawn
-function Process:terminate(grace)
-  if self.result or self.terminating then
-    return
-  end
-  self.terminating = true
-  self:signal("SIGTERM")
-  grace = grace or self.argv.grace or M.GRACE
-  self.kill_timer = uv.new_timer()
-  uv.update_time()
-  self.kill_timer:start(math.ceil(grace * 1000), 0, function()
-    self:signal("SIGKILL")
-    self.kill_timer:start(LAST_WAIT * 1000, 0, function()
-      -- A process that left the group keeps a pipe open: the rest of its output is not ours to wait for.
-      each_reader(self, function(reader)
-        reader:close()
-      end)
-    end)
-  end)
-  if self.exited then
-    drop_unread(self)
-  end
-end
-
---- Wait until the program has exited and its output is at its end. Cancelling the wait ends the program.
----@async
----@return ciranda.process.Result
-function Process:wait()
-  if not self.result then
-    scheduler.await(function(done)
-      local interrupted = false
-      self.ended:_on_set(function()
-        done(interrupted and "interrupted" or nil)
-      end)
-      return function()
-        interrupted = true
-        self:terminate()
-        return false
-      end
-    end, self)
-  end
-  if self.failure then
-    errors.raise(self.failure)
-  end
-  return self.result
-end
-
---- End the program if it still runs, and wait for that.
----@async
-function Process:close()
-  if self.writer then
-    self.writer:close()
-  end
-  each_reader(self, function(reader, what)
-    if not self["captured_" .. what] then
-      reader:discard()
-    end
-  end)
-  if self.result then
-    return
-  end
-  self:terminate()
-  if scheduler.can_wait() then
-    combine.shield(function()
-      self.ended:wait()
-    end)
-  end
-end
-
---- Let go of our ends of its pipes: for a file of io.popen that is collected unclosed.
-function Process:_abandon()
-  if self.writer then
-    self.writer:close()
-  end
-  each_reader(self, function(reader)
-    reader:close()
-  end)
-end
-
-function Process:__close()
-  self:close()
+  return child.start(argv, environment(argv))
 end
 
 -- Running ----------------------------------------------------------------------------------------------------------
@@ -594,7 +165,7 @@ local function feed(process, source)
 end
 
 local function run(argv, started)
-  local process <close> = start(argv)
+  local process <close> = child.start(argv, environment(argv))
   started.process = process
   do
     local scope <close> = scopes.new()

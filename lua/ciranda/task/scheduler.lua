@@ -477,7 +477,7 @@ function M.kill(task, err, state)
   end
   local scopes = task.scopes or {}
   for index = #scopes, 1, -1 do
-    for child in pairs(scopes[index].children) do
+    for _, child in pairs(scopes[index].children) do
       M.kill(child, M.cancel_error(err, tostring(child)), "cancelled")
     end
   end

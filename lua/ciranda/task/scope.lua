@@ -10,7 +10,7 @@ local M = {}
 
 ---@class ciranda.Scope
 ---@field owner ciranda.Task        the task that opened it
----@field children table<ciranda.Task, true>
+---@field children table<integer, ciranda.Task>  by id
 ---@field where string              file:line where it was opened
 ---@field failure { err: any, traceback: string?, task: ciranda.Task }?  the first failure of a child
 local Scope = {}
@@ -72,7 +72,7 @@ function Scope:spawn(name, fn, ...)
     )
   end
   local task = scheduler.new_task(self, name or nil, fn, ...)
-  self.children[task] = true
+  self.children[task.id] = task
   self.count = self.count + 1
   if self.cancelled then
     task:cancel(self.cancelled)
@@ -84,15 +84,16 @@ end
 ---@param reason any? a string, or an error
 function Scope:cancel(reason)
   self.cancelled = self.cancelled or reason or "its scope was cancelled"
-  local children = {}
-  for task in pairs(self.children) do
-    children[#children + 1] = task
+  local ids = {}
+  for id in pairs(self.children) do
+    ids[#ids + 1] = id
   end
-  table.sort(children, function(a, b)
-    return a.id > b.id
-  end)
-  for _, task in ipairs(children) do
-    task:cancel(reason)
+  table.sort(ids)
+  for index = #ids, 1, -1 do -- the youngest first, and in the same order every time
+    local task = self.children[ids[index]]
+    if task then
+      task:cancel(reason)
+    end
   end
 end
 
@@ -115,7 +116,7 @@ end
 --- The scheduler tells of a child that has ended.
 ---@param task ciranda.Task
 function Scope:_ended(task)
-  self.children[task] = nil
+  self.children[task.id] = nil
   self.count = self.count - 1
   if self.on_child_end then
     self.on_child_end(task)
