@@ -9,7 +9,9 @@ local scheduler = require("ciranda.task.scheduler")
 local task = require("ciranda.task")
 
 -- Loaded before Busted's first file: its insulation would make a new instance of these for each file.
-require("ciranda.io.json")
+for _, name in ipairs({ "ciranda.io.json", "ciranda.io.log", "ciranda.io.fs", "ciranda.io.process" }) do
+  require(name)
+end
 
 local M = {}
 

@@ -26,18 +26,6 @@ local GUARDED_DEPTH = 32
 ---@type table<thread, ciranda.Task>
 local held = setmetatable({}, { __mode = "k" })
 
---- The message handler inside a coroutine: keeps the frames, which are gone when its consumer sees the error.
-local function keep_frames(err)
-  local task = scheduler.current
-  if task and not (task.cancelled and errors.is(err, "cancelled")) then
-    local rising = task.rising
-    if not (rising and rawequal(rising.err, err)) then
-      task.rising = { err = err, text = trace.clean(debug.traceback(nil, 2)) }
-    end
-  end
-  return err
-end
-
 local function pass_result(ok, ...)
   if ok then
     return ...
@@ -47,7 +35,7 @@ end
 
 local function protect(fn)
   return function(...)
-    return pass_result(xpcall(fn, keep_frames, ...))
+    return pass_result(xpcall(fn, scheduler.note_error, ...))
   end
 end
 

@@ -30,11 +30,7 @@ function M.interrupt(signal)
   err.signal = signal
   M.cancel(err)
   local task = scheduler.current
-  if not task then
-    return err
-  end
-  task:cancel(err)
-  return scheduler.take_cancellation(task)
+  return task and scheduler.interrupted(task, err) or err
 end
 
 --- Nothing can wake any task: say who waits for what, and unwind.

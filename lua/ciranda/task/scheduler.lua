@@ -209,16 +209,6 @@ function M.shield_ended(task)
   end
 end
 
---- The error of a cancelled task that is to be raised here and now, and not again at its next wait.
----@param task ciranda.Task
----@return ciranda.Error
-function M.take_cancellation(task)
-  local request = task.cancelled
-  take_request(task, request)
-  request.raised = true
-  return request.err
-end
-
 --- A cancellation as an error value.
 ---@param reason any a string or an error
 ---@param what string? who is cancelled
@@ -344,20 +334,45 @@ end
 
 -- Life of a task ---------------------------------------------------------------------------------------------------
 
---- The message handler of a task: keeps where the error was raised.
-local function handler(err)
+--- The running code of a task was interrupted: the task is cancelled, and the error that the interruption raised
+--- there becomes that cancellation, so that it is not raised a second time during clean-up.
+---@param task ciranda.Task
+---@param cause ciranda.Error
+---@return ciranda.Error
+function M.interrupted(task, cause)
+  task:cancel(cause)
+  local request = task.cancelled
+  take_request(task, request)
+  request.raised = true
+  return request.err
+end
+
+--- For message handlers: keep the frames of an error, which are gone when somebody else sees it.
+---@param err any
+---@return any err what shall be raised
+function M.note_error(err)
   local task = M.current
-  if err == nil then
-    err = errors.new({ code = "failed", message = "nil was raised as an error: error(nil)" })
-  end
-  if not task or (task.cancelled and errors.is(err, "cancelled")) then
+  if not task then
     return err
   end
+  if type(err) == "table" and err.code == "interrupted" and not errors.is(err) then
+    -- The host's hook raised it in code that did not wait.
+    return M.interrupted(task, errors.wrap(err))
+  end
   local rising = task.rising
-  if not (rising and rawequal(rising.err, err)) then
+  local known = rising and rawequal(rising.err, err)
+  if not known and not (task.cancelled and errors.is(err, "cancelled")) then
     task.rising = { err = err, text = trace.clean(debug.traceback(nil, 2)) }
   end
   return err
+end
+
+--- The message handler of a task.
+local function handler(err)
+  if err == nil then
+    err = errors.new({ code = "failed", message = "nil was raised as an error: error(nil)" })
+  end
+  return M.note_error(err)
 end
 
 --- End the scopes a task left open: their children are cancelled and waited for.

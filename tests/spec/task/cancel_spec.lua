@@ -511,3 +511,32 @@ describe("task.shield", function()
     end)
   )
 end)
+
+describe("an interruption of running code", function()
+  it(
+    "becomes the cancellation of that task: it is raised once, and clean-up may wait",
+    within(function()
+      local log = {}
+      local child
+      do
+        local scope <close> = task.scope()
+        child = scope:spawn(function()
+          local _ <close> = on_close(function(_, err)
+            log[#log + 1] = ("task %s %s"):format(err.code, err.cause.code)
+          end)
+          coroutine.wrap(function()
+            local _ <close> = on_close(function()
+              task.sleep(0.005)
+              log[#log + 1] = "inner cleaned"
+            end)
+            error({ code = "interrupted", message = "interrupted" }) -- as the host's hook does
+          end)()
+        end)
+        task.sleep(0.001)
+        scope:cancel("the signal has reached the loop")
+      end
+      assert.equal("cancelled", child:status())
+      assert.same({ "inner cleaned", "task cancelled interrupted" }, log)
+    end)
+  )
+end)
