@@ -129,9 +129,10 @@ static cir_ssh_session *new_session(lua_State *L) {
 }
 
 /*
- * ssh.open(options, function(err, session) end) -> operation. The phases are "connect", "banner"
- * and "kex", each with a deadline in milliseconds of its own. The host key is not verified here:
- * the caller looks at session:host_key() before it goes on. [-2, +1, e]
+ * ssh.open(options, function(err, session) end) -> operation, session. The phases are "connect",
+ * "banner" and "kex", each with a deadline in milliseconds of its own. The host key is not verified
+ * here: the caller looks at session:host_key() before it goes on. The session is returned for those
+ * who carry its bytes ('write'); nothing else may be done with it before the callback. [-2, +2, e]
  */
 int cir_ssh_l_open(lua_State *L) {
   luaL_checktype(L, 1, LUA_TTABLE);
@@ -167,5 +168,6 @@ int cir_ssh_l_open(lua_State *L) {
     session->io_error = error;
     cir_ssh_die_of(session, "connect", LIBSSH2_ERROR_SOCKET_NONE);
   }
-  return 1;
+  lua_pushvalue(L, 3);
+  return 2;
 }

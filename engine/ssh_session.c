@@ -331,7 +331,7 @@ static void on_alarm(uv_timer_t *timer) {
 static void shut_down(void *arg) {
   (void)arg;
   cir_ssh_fault fault;
-  cir_ssh_fault_set(&fault, "cancelled", "session", "the program ends");
+  cir_ssh_fault_set(&fault, "closed", "session", "the program ends");
   for (cir_ssh_session *session = module.sessions; session != NULL; session = session->next)
     cir_ssh_die(session, &fault);
 }

@@ -1,0 +1,661 @@
+--- ssh_config: what a person has written about a host for OpenSSH, read as OpenSSH reads it.
+---
+--- The first value found for a keyword counts; identity files and variables add up. `Host` and `Match` (all, host,
+--- originalhost, user, localuser, final; `exec` never matches, since it would run a program), patterns and negation,
+--- `Include` with wildcards, quotes, comments, the tokens of each keyword. Keywords that concern other things
+--- (forwarding, multiplexing, terminals, algorithms) are left alone.
+
+local core = require("ciranda.io.crypto")
+local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local known_hosts = require("ciranda.ssh.known_hosts")
+local log = require("ciranda.io.log")
+local uv = require("luv")
+
+local M = {}
+
+-- OpenSSH's limits, and one of ours for a file that is no configuration.
+local MAX_DEPTH, MAX_IDENTITIES, MAX_FILE = 16, 100, 16 * 1024 * 1024
+
+-- Milliseconds for which files that have been read are taken to be unchanged: a fleet asks once a worker.
+local FRESH_MS = 2000
+
+-- Lines ------------------------------------------------------------------------------------------------------------
+
+---@class ciranda.ssh.ConfigLine
+---@field keyword string   lower case
+---@field args string[]
+---@field rest string      everything after the keyword, for commands
+---@field where string     "path:line"
+
+--- Split arguments: white space, quotes, a comment at the end. nil when a quote is not closed.
+local function split(text)
+  local args = {}
+  local at = 1
+  while true do
+    at = text:find("%S", at)
+    if not at or text:sub(at, at) == "#" then
+      return args
+    end
+    local word = {}
+    while at <= #text and not text:find("^%s", at) do
+      local char = text:sub(at, at)
+      if char == '"' or char == "'" then
+        local piece = {}
+        at = at + 1
+        while text:sub(at, at) ~= char do
+          if at > #text then
+            return nil
+          end
+          if text:sub(at, at) == "\\" and text:find("^[\"'\\]", at + 1) then
+            at = at + 1
+          end
+          piece[#piece + 1] = text:sub(at, at)
+          at = at + 1
+        end
+        word[#word + 1] = table.concat(piece)
+      elseif char == "\\" and text:find("^[\"'\\]", at + 1) then
+        at = at + 1
+        word[#word + 1] = text:sub(at, at)
+      elseif char == "\\" and text:find("^ ", at + 1) then
+        at = at + 1
+        word[#word + 1] = " "
+      else
+        word[#word + 1] = char
+      end
+      at = at + 1
+    end
+    args[#args + 1] = table.concat(word)
+  end
+end
+
+--- The lines of a text.
+---@param text string
+---@param path string for messages
+---@return ciranda.ssh.ConfigLine[]
+--- Raises `usage` for a line that cannot be read.
+function M.parse(text, path)
+  local lines = {}
+  local number = 0
+  for line in (text .. "\n"):gmatch("(.-)\n") do
+    number = number + 1
+    line = line:gsub("[%s\f\r]+$", "")
+    local keyword, rest = line:match('^%s*"([^"]+)"%s*=?%s*(.*)$')
+    if not keyword then
+      keyword, rest = line:match('^%s*([^%s=#"]+)%s*=?%s*(.*)$')
+    end
+    if keyword then
+      local args = split(rest)
+      if not args then
+        errors.raise({
+          code = "usage",
+          op = "ssh.config",
+          target = path,
+          message = ("%s:%d: a quote is not closed: %s"):format(path, number, line),
+        })
+      end
+      lines[#lines + 1] =
+        { keyword = keyword:lower(), args = args, rest = rest, where = ("%s:%d"):format(path, number) }
+    end
+  end
+  return lines
+end
+
+-- Files ------------------------------------------------------------------------------------------------------------
+
+local cache = {}
+
+--- The lines of a file, or nil when it does not exist.
+local function read(path)
+  local cached = cache[path]
+  local now = uv.now()
+  if cached and now - cached.checked < FRESH_MS then
+    return cached.lines
+  end
+  local ok, stat = pcall(fs.stat, path)
+  if not ok then
+    if errors.is(stat, "not_found") then
+      cache[path] = { checked = now }
+      return nil
+    end
+    error(stat, 0)
+  end
+  local stamp = ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size)
+  if not cached or cached.stamp ~= stamp then
+    cached = { stamp = stamp, lines = M.parse(fs.read(path, MAX_FILE), path) }
+    cache[path] = cached
+  end
+  cached.checked = now
+  return cached.lines
+end
+
+local globs = {}
+
+--- The files that a pattern with `*`, `?` in its last parts means, sorted.
+local function glob(pattern)
+  if not pattern:find("[*?[]") then
+    return { pattern }
+  end
+  local cached = globs[pattern]
+  local now = uv.now()
+  if cached and now - cached.checked < FRESH_MS then
+    return cached.paths
+  end
+  local paths = { "" }
+  for part in pattern:gmatch("[^/]+") do
+    local next_paths = {}
+    for _, path in ipairs(paths) do
+      if part:find("[*?]") then
+        local ok, entries = pcall(fs.list, path == "" and "/" or path)
+        for _, entry in ipairs(ok and entries or {}) do
+          local name = type(entry) == "table" and entry.name or entry
+          local hidden = name:sub(1, 1) == "." and part:sub(1, 1) ~= "."
+          if not hidden and known_hosts.matches({ part }, name) then
+            next_paths[#next_paths + 1] = path .. "/" .. name
+          end
+        end
+      else
+        next_paths[#next_paths + 1] = path .. "/" .. part
+      end
+    end
+    paths = next_paths
+  end
+  table.sort(paths)
+  globs[pattern] = { checked = now, paths = paths }
+  return paths
+end
+
+local function home_of(path)
+  return path:sub(1, 2) == "~/" and uv.os_homedir() .. path:sub(2) or path
+end
+
+-- Values -----------------------------------------------------------------------------------------------------------
+
+local function bad(line, what)
+  errors.raise({
+    code = "usage",
+    op = "ssh.config",
+    target = line.where,
+    message = ("%s: %s: %s"):format(line.where, line.keyword, what),
+  })
+end
+
+--- "10", "1m30s", "2h": seconds.
+local function seconds(line, text)
+  local total, rest = 0, text:lower()
+  local units = { [""] = 1, s = 1, m = 60, h = 3600, d = 86400, w = 604800 }
+  if rest == "" then
+    bad(line, "a time is missing")
+  end
+  while rest ~= "" do
+    local number, unit, left = rest:match("^(%d+)([smhdw]?)(.*)$")
+    if not number then
+      bad(line, ("%q is no time"):format(text))
+    end
+    total = total + tonumber(number) * units[unit]
+    rest = left
+  end
+  return total
+end
+
+local YES = { yes = true, ["true"] = true, no = false, ["false"] = false }
+
+local function yes_no(line, text)
+  local value = YES[text]
+  if value == nil then
+    bad(line, ("yes or no is expected, not %q"):format(text))
+  end
+  return value
+end
+
+local CHECKING = {
+  yes = "strict",
+  ["true"] = "strict",
+  ask = "strict",
+  ["accept-new"] = "accept-new",
+  no = "accept-new", -- a changed key is refused all the same
+  ["false"] = "accept-new",
+  off = "accept-new",
+}
+
+local FAMILY = { any = "any", inet = "inet", inet6 = "inet6" }
+
+local function choice(set)
+  return function(line, text)
+    if set[text:lower()] == nil then
+      bad(line, ("%q is no choice"):format(text))
+    end
+    return set[text:lower()]
+  end
+end
+
+local function integer(lowest, highest)
+  return function(line, text)
+    local value = math.tointeger(tonumber(text))
+    if not value or value < lowest or value > highest then
+      bad(line, ("an integer from %d to %d is expected, not %q"):format(lowest, highest, text))
+    end
+    return value
+  end
+end
+
+local function text_of(_, text)
+  return text
+end
+
+-- Keywords of one value: the field, and how its text is read.
+local SINGLE = {
+  hostname = { "hostname", text_of },
+  port = { "port", integer(1, 65535) },
+  user = { "user", text_of },
+  hostkeyalias = { "host_key_alias", text_of },
+  stricthostkeychecking = { "host_key_policy", choice(CHECKING) },
+  connecttimeout = {
+    "connect_timeout",
+    function(line, text)
+      return text == "none" and 0 or seconds(line, text)
+    end,
+  },
+  serveraliveinterval = { "alive_interval", seconds },
+  serveralivecountmax = { "alive_count", integer(0, 1000) },
+  identitiesonly = { "identities_only", yes_no },
+  identityagent = { "identity_agent", text_of },
+  bindaddress = { "bind_address", text_of },
+  addressfamily = { "address_family", choice(FAMILY) },
+}
+
+-- Evaluation -------------------------------------------------------------------------------------------------------
+
+--- Whether a name matches shell patterns given as separate words or lists, as match_pattern_list does. Case counts
+--- for `Host`; names are compared as they were typed.
+local function matches(patterns, name)
+  local list = {}
+  for _, word in ipairs(patterns) do
+    for pattern in word:gmatch("[^,]+") do
+      list[#list + 1] = pattern
+    end
+  end
+  return known_hosts.matches(list, name)
+end
+
+local function local_user()
+  return uv.os_get_passwd().username
+end
+
+local Reader = {}
+Reader.__index = Reader
+
+--- The host's name so far: HostName with %h, else what was typed.
+function Reader:hostname()
+  local name = self.found.hostname
+  return name and name:gsub("%%(.)", { h = self.host, ["%"] = "%" }) or self.host
+end
+
+--- Whether a Match line matches.
+function Reader:match(line)
+  local args = line.args
+  local index, result = 1, true
+  if #args == 0 then
+    bad(line, "criteria are missing")
+  end
+  while index <= #args do
+    local word, value = args[index]:match("^([^=]+)=?(.*)$")
+    local negated = word:sub(1, 1) == "!"
+    local criterion = (negated and word:sub(2) or word):lower()
+    local hit
+    if criterion == "all" then
+      hit = true
+    elseif criterion == "final" then
+      self.wants_final = true
+      hit = self.final
+    elseif criterion == "canonical" then
+      hit = self.final
+    else
+      if value == "" then
+        index = index + 1
+        value = args[index]
+      end
+      if not value then
+        bad(line, ("%s lacks a value"):format(criterion))
+      end
+      if criterion == "host" then
+        hit = matches({ value }, self:hostname())
+      elseif criterion == "originalhost" then
+        hit = matches({ value }, self.host)
+      elseif criterion == "user" then
+        hit = matches({ value }, self.user or self.found.user or local_user())
+      elseif criterion == "localuser" then
+        hit = matches({ value }, local_user())
+      else
+        log.debug("%s: Match %s is not supported and does not match", line.where, criterion)
+        hit, negated = false, false
+      end
+    end
+    if hit == negated then
+      result = false
+    end
+    index = index + 1
+  end
+  return result
+end
+
+--- A keyword that adds up or has its own form. Returns whether it was one.
+function Reader:special(line)
+  local keyword, args, found = line.keyword, line.args, self.found
+  if keyword == "identityfile" then
+    found.identity_files = found.identity_files or {}
+    if #found.identity_files < MAX_IDENTITIES then
+      table.insert(found.identity_files, args[1])
+    end
+  elseif keyword == "userknownhostsfile" then
+    found.user_known_hosts = found.user_known_hosts or args
+  elseif keyword == "globalknownhostsfile" then
+    found.global_known_hosts = found.global_known_hosts or args
+  elseif keyword == "proxyjump" then
+    if not found.proxy_jump and not found.proxy_command then
+      found.proxy_jump = args[1]
+    end
+  elseif keyword == "proxycommand" then
+    if not found.proxy_jump and not found.proxy_command then
+      found.proxy_command = line.rest
+    end
+  elseif keyword == "sendenv" then
+    for _, pattern in ipairs(args) do
+      if pattern:sub(1, 1) == "-" then
+        for index = #found.send_patterns, 1, -1 do
+          if known_hosts.matches({ pattern:sub(2) }, found.send_patterns[index]) then
+            table.remove(found.send_patterns, index)
+          end
+        end
+      else
+        table.insert(found.send_patterns, pattern)
+      end
+    end
+  elseif keyword == "setenv" then
+    if not found.set_env then
+      found.set_env = {}
+      for _, word in ipairs(args) do
+        local name, value = word:match("^([^=]+)=(.*)$")
+        if not name then
+          bad(line, ("NAME=VALUE is expected, not %q"):format(word))
+        end
+        table.insert(found.set_env, { name, value })
+      end
+    end
+  else
+    return false
+  end
+  return true
+end
+
+--- Take the lines of one file. `active` says whether the block that they are in counts; `base` is where relative
+--- includes are.
+function Reader:take(lines, active, base, depth)
+  for _, line in ipairs(lines) do
+    local keyword, args = line.keyword, line.args
+    if keyword == "host" then
+      active = self.outer and matches(args, self.host)
+    elseif keyword == "match" then
+      active = self:match(line) and self.outer
+    elseif keyword == "include" then
+      self:include(line, active, base, depth)
+    elseif active and (SINGLE[keyword] or #args > 0) then
+      if #args == 0 then
+        bad(line, "its value is missing")
+      end
+      local single = SINGLE[keyword]
+      if single then
+        local field, convert = single[1], single[2]
+        local value = convert(line, args[1])
+        if self.found[field] == nil then
+          self.found[field] = value
+        end
+      else
+        self:special(line)
+      end
+    end
+  end
+end
+
+function Reader:include(line, active, base, depth)
+  if depth >= MAX_DEPTH then
+    bad(line, "files include each other too deeply")
+  end
+  for _, pattern in ipairs(line.args) do
+    pattern = home_of(pattern)
+    if pattern:sub(1, 1) ~= "/" then
+      pattern = base .. "/" .. pattern
+    end
+    for _, path in ipairs(glob(pattern)) do
+      local lines = read(path)
+      if lines then
+        -- Inside a block that does not count, neither do the Host and Match lines of the included file.
+        local outer = self.outer
+        self.outer = outer and active
+        self:take(lines, active, base, depth + 1)
+        self.outer = outer
+      end
+    end
+  end
+end
+
+-- Tokens -----------------------------------------------------------------------------------------------------------
+
+--- Replace %-tokens. An unknown one is an error of the configuration.
+local function expand_tokens(text, tokens, what)
+  return (
+    text:gsub("%%(.?)", function(letter)
+      local value = letter == "%" and "%" or tokens[letter]
+      if not value then
+        errors.raise({
+          code = "usage",
+          op = "ssh.config",
+          message = ("ssh_config: %s: %q holds the unknown token %%%s"):format(what, text, letter),
+        })
+      end
+      return value
+    end)
+  )
+end
+
+--- ${NAME} of the environment.
+local function expand_variables(text, what)
+  return (
+    text:gsub("%${([^}]*)}", function(name)
+      local value = os.getenv(name)
+      if not value then
+        errors.raise({
+          code = "usage",
+          op = "ssh.config",
+          message = ("ssh_config: %s: the variable %s in %q is not set"):format(what, name, text),
+        })
+      end
+      return value
+    end)
+  )
+end
+
+local function expand_path(text, tokens, what)
+  return home_of(expand_variables(expand_tokens(text, tokens, what), what))
+end
+
+---@class ciranda.ssh.Found  what ssh_config says of a host; nil where it says nothing
+---@field hostname string?
+---@field port integer?
+---@field user string?
+---@field host_key_alias string?
+---@field host_key_policy "strict"|"accept-new"|nil
+---@field connect_timeout number?      seconds
+---@field keepalive { interval: number, count: integer }|false|nil
+---@field identity_files string[]?     those that exist
+---@field identity_agent string|false|nil
+---@field identities_only boolean?
+---@field known_hosts string[]?
+---@field bind_address string?
+---@field address_family "inet"|"inet6"|nil
+---@field proxy_jump string?
+---@field proxy_command string?        tokens replaced
+---@field send_env string[][]          {{name, value}, ...}
+
+--- The raw values, as `ssh -G` shows them: for tests and `resolve`.
+---@async
+---@param host string
+---@param options { file: string|false|nil, user: string? }
+---@return table
+function M.evaluate(host, options)
+  local home = uv.os_homedir()
+  local files = { { home .. "/.ssh/config", home .. "/.ssh" }, { "/etc/ssh/ssh_config", "/etc/ssh" } }
+  if options.file == false then
+    files = {}
+  elseif options.file then
+    files = { { home_of(options.file), home .. "/.ssh", true } }
+  end
+  local reader = setmetatable({
+    host = host,
+    user = options.user,
+    found = { send_patterns = {} },
+    outer = true,
+  }, Reader)
+  local function pass()
+    for _, file in ipairs(files) do
+      local lines = read(file[1])
+      if lines then
+        reader:take(lines, true, file[2], 0)
+      elseif file[3] then
+        errors.raise({
+          code = "usage",
+          op = "ssh.config",
+          target = file[1],
+          message = ("the ssh_config file %s does not exist"):format(file[1]),
+        })
+      end
+    end
+  end
+  pass()
+  if reader.wants_final then
+    reader.final = true
+    if reader.found.hostname then
+      reader.found.hostname = reader:hostname()
+    end
+    local patterns = reader.found.send_patterns
+    local identities = reader.found.identity_files
+    reader.found.send_patterns, reader.found.identity_files = {}, nil
+    pass()
+    reader.found.send_patterns = #reader.found.send_patterns > 0 and reader.found.send_patterns or patterns
+    reader.found.identity_files = reader.found.identity_files or identities
+  end
+  if reader.found.hostname then
+    reader.found.hostname = reader:hostname()
+  end
+  return reader.found
+end
+
+--- The variables that SendEnv and SetEnv ask for, sorted.
+local function environment(found)
+  local variables, seen = {}, {}
+  for _, pair in ipairs(found.set_env or {}) do
+    if not seen[pair[1]] then
+      seen[pair[1]] = true
+      table.insert(variables, pair)
+    end
+  end
+  if #found.send_patterns > 0 then
+    for name, value in pairs(uv.os_environ()) do
+      for _, pattern in ipairs(found.send_patterns) do
+        if not seen[name] and known_hosts.matches({ pattern }, name) then
+          seen[name] = true
+          table.insert(variables, { name, value })
+        end
+      end
+    end
+  end
+  table.sort(variables, function(a, b)
+    return a[1] < b[1]
+  end)
+  return variables
+end
+
+--- What ssh_config says of a host, ready for use.
+---@async
+---@param host string as it was typed
+---@param options { file: string|false|nil, user: string?, port: integer? }? what is known already
+---@return ciranda.ssh.Found
+--- Raises `usage` for a configuration that cannot be read.
+function M.resolve(host, options)
+  options = options or {}
+  local raw = M.evaluate(host, options)
+  local port = options.port or raw.port or 22
+  local user = options.user or raw.user or local_user()
+  local hostname = raw.hostname or host
+  local local_host = uv.os_gethostname()
+  local tokens = {
+    h = hostname,
+    n = host,
+    p = tostring(port),
+    r = user,
+    u = local_user(),
+    d = uv.os_homedir(),
+    l = local_host,
+    L = local_host:match("^[^.]*"),
+    i = tostring(uv.getuid()),
+    k = raw.host_key_alias or host,
+  }
+  local jump = raw.proxy_jump and raw.proxy_jump ~= "none" and raw.proxy_jump or nil
+  tokens.C = core.hex(core.digest("sha1", local_host .. hostname .. tokens.p .. user .. (jump or "")))
+
+  local found = {
+    hostname = raw.hostname,
+    port = raw.port,
+    user = raw.user,
+    host_key_alias = raw.host_key_alias,
+    host_key_policy = raw.host_key_policy,
+    connect_timeout = raw.connect_timeout ~= 0 and raw.connect_timeout or nil,
+    identities_only = raw.identities_only,
+    bind_address = raw.bind_address,
+    address_family = raw.address_family ~= "any" and raw.address_family or nil,
+    send_env = environment(raw),
+  }
+  if raw.alive_interval then
+    found.keepalive = raw.alive_interval > 0
+      and { interval = raw.alive_interval, count = math.max(1, raw.alive_count or 3) }
+  end
+  for _, path in ipairs(raw.identity_files or {}) do
+    if path:lower() ~= "none" then
+      path = expand_path(path, tokens, "IdentityFile")
+      found.identity_files = found.identity_files or {}
+      if fs.exists(path) then
+        table.insert(found.identity_files, path)
+      end
+    end
+  end
+  local agent = raw.identity_agent
+  if agent == "none" then
+    found.identity_agent = false
+  elseif agent and agent:sub(1, 1) == "$" and agent:sub(2, 2) ~= "{" then
+    found.identity_agent = os.getenv(agent:sub(2))
+  elseif agent and agent ~= "SSH_AUTH_SOCK" then
+    found.identity_agent = expand_path(agent, tokens, "IdentityAgent")
+  end
+  if raw.user_known_hosts or raw.global_known_hosts then
+    local defaults = known_hosts.default_files()
+    local files = raw.user_known_hosts or { defaults[1], defaults[2] }
+    found.known_hosts = {}
+    for _, path in
+      ipairs(table.move(raw.global_known_hosts or { defaults[3], defaults[4] }, 1, 9, #files + 1, {
+        table.unpack(files),
+      }))
+    do
+      if path:lower() ~= "none" then
+        table.insert(found.known_hosts, expand_path(path, tokens, "UserKnownHostsFile"))
+      end
+    end
+  end
+  local own = { h = hostname, n = host, p = tokens.p, r = user }
+  found.proxy_jump = jump and expand_tokens(jump, own, "ProxyJump")
+  if raw.proxy_command and raw.proxy_command:lower() ~= "none" then
+    found.proxy_command = expand_tokens(raw.proxy_command, own, "ProxyCommand")
+  end
+  return found
+end
+
+return M

@@ -1,0 +1,401 @@
+--- ssh.connect: from a name to a connection whose host key is verified and whose user is authenticated.
+---
+--- Every phase (resolve, connect, banner, key exchange, authentication) has a deadline of its own, whose clock starts
+--- when the phase starts. Every error names the phase, the host and what to do.
+
+local config = require("ciranda.ssh.config")
+local connections = require("ciranda.ssh.connection")
+local core = require("ciranda.core.ssh")
+local errors = require("ciranda.io.error")
+local hostkey = require("ciranda.ssh.hostkey")
+local known_hosts = require("ciranda.ssh.known_hosts")
+local login = require("ciranda.ssh.login")
+local proxy = require("ciranda.ssh.proxy")
+local scheduler = require("ciranda.task.scheduler")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- Seconds a phase may take.
+M.TIMEOUTS = { resolve = 20, connect = 15, banner = 20, kex = 20, auth = 60, channel = 30 }
+
+--- Seconds between questions to a silent server, and how many may stay unanswered.
+M.KEEPALIVE = { interval = 30, count = 3 }
+
+--- Channels at once on a connection: OpenSSH allows 10 (MaxSessions).
+M.MAX_CHANNELS = 8
+
+-- What is offered, best first. Group exchange with SHA-1, CBC and SHA-1 MACs are left out; group14 costs four times
+-- what curve25519 does and comes last. Ciphers in the order of libssh2's speed with bulk data.
+local METHODS = {
+  kex = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,ecdh-sha2-nistp521,"
+    .. "diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,diffie-hellman-group14-sha256",
+  cipher = "chacha20-poly1305@openssh.com,aes128-ctr,aes192-ctr,aes256-ctr,aes128-gcm@openssh.com,"
+    .. "aes256-gcm@openssh.com",
+  mac = "hmac-sha2-256-etm@openssh.com,hmac-sha2-512-etm@openssh.com,hmac-sha2-256,hmac-sha2-512",
+  sign = "rsa-sha2-512,rsa-sha2-256,ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521",
+}
+
+local OPTIONS = {
+  host = true,
+  address = true,
+  port = true,
+  user = true,
+  keys = true,
+  agent = true,
+  passphrase = true,
+  identities_only = true,
+  pins = true,
+  known_hosts = true,
+  host_key_alias = true,
+  host_key_policy = true,
+  timeouts = true,
+  config = true,
+  jump = true,
+  depth = true,
+  proxy_command = true,
+  bind_address = true,
+  keepalive = true,
+  max_channels = true,
+}
+
+---@class ciranda.ssh.ConnectOptions
+---@field host string              the name: looked up in ssh_config and known_hosts, and in every message
+---@field address string?          where it is, when that is not its name: an address or another name
+---@field port integer?            else CIRANDA_SSH_PORT, ssh_config's Port, 22
+---@field user string?             else ssh_config's User, the local user
+---@field keys (string|ciranda.ssh.Key)[]|string|nil  files (`~` allowed) or keys from `ssh.key`; else ssh_config's
+---                                IdentityFile, else gcloud's and OpenSSH's default files
+---@field agent boolean|string|nil false: none; a path: that socket; else IdentityAgent, SSH_AUTH_SOCK
+---@field passphrase ciranda.ssh.Passphrase?  for encrypted files
+---@field identities_only boolean? no key of the agent beyond the named ones
+---@field pins string[]?           the host's keys, "ssh-ed25519 AAAA...": these and no others
+---@field known_hosts string|string[]|false|nil  files instead of the default ones; false: none
+---@field host_key_alias string?   the name for known_hosts
+---@field host_key_policy "strict"|"accept-new"|nil  "strict"
+---@field timeouts table<string, number>?  seconds: resolve, connect, banner, kex, auth, channel
+---@field config string|false|nil  an ssh_config file instead of the default ones; false: none
+---@field jump string|ciranda.ssh.Connection|false|nil  "[user@]host[:port],..." to go through; false: none
+---@field proxy_command string?    a command whose standard streams carry the connection
+---@field bind_address string?     the numeric local address to connect from
+---@field keepalive { interval: number, count: integer }|false|nil
+---@field max_channels integer?    8
+
+-- Messages ---------------------------------------------------------------------------------------------------------
+
+-- What to do about a failure, by phase and code, after what failed.
+local REMEDIES = {
+  ["connect refused"] = "nothing listens there: is sshd running, and is this its port?",
+  ["connect timeout"] = "no answer: a firewall, a machine that is down, or an address that cannot be reached from here",
+  ["connect unreachable"] = "there is no way to this address from here",
+  ["banner timeout"] = "it accepted the connection and has not said who it is: it is overloaded, or no SSH server",
+  ["banner closed"] = "it closed the connection before it said who it is: too many connections at once "
+    .. "(MaxStartups), or this address is not let in",
+  ["banner reset"] = "it broke the connection before it said who it is: too many connections at once (MaxStartups), "
+    .. "or this address is not let in",
+  ["kex unsupported"] = "its algorithms are too old, or too new, for libssh2 " .. core.version,
+  ["kex timeout"] = "the key exchange has stalled: it is overloaded, or the network drops large packets (MTU)",
+}
+
+local PHASES = {
+  connect = "connecting",
+  banner = "waiting for its identification",
+  kex = "the key exchange",
+  auth = "authentication",
+}
+
+--- An error of the engine's, with the host, the phase and the remedy in its message.
+local function explain(err, settings)
+  if errors.is(err, "cancelled") then
+    return err
+  end
+  local phase = err.phase or "connect"
+  local remedy = REMEDIES[phase .. " " .. err.code]
+  return errors.new({
+    code = err.code,
+    phase = phase,
+    reason = err.reason,
+    op = "ssh.connect",
+    target = settings.label,
+    cause = err,
+    message = ("%s%s: %s failed: %s%s"):format(
+      settings.label,
+      settings.address ~= settings.host and (" (%s)"):format(settings.address) or "",
+      PHASES[phase] or phase,
+      err.message,
+      remedy and ". " .. remedy or ""
+    ),
+  })
+end
+
+-- Settings ---------------------------------------------------------------------------------------------------------
+
+local function as_list(value)
+  if value == nil or type(value) == "table" and value[1] ~= nil then
+    return value
+  end
+  return { value }
+end
+
+local function check_port(port, where)
+  if math.type(port) ~= "integer" or port < 1 or port > 65535 then
+    errors.raise({
+      code = "usage",
+      op = "ssh.connect",
+      message = ("%s must be a port from 1 to 65535, not %s"):format(where, tostring(port)),
+    })
+  end
+  return port
+end
+
+local function choose_port(options, found)
+  if options.port then
+    return check_port(options.port, "'port'")
+  end
+  local variable = os.getenv("CIRANDA_SSH_PORT")
+  if variable and variable ~= "" then
+    return check_port(math.tointeger(tonumber(variable)) or variable, "CIRANDA_SSH_PORT")
+  end
+  return found.port or 22
+end
+
+--- Everything that is known before the first packet, from the options, ssh_config and the defaults.
+---@param options ciranda.ssh.ConnectOptions
+local function settle(options)
+  local user = options.user
+  local found = config.resolve(options.host, {
+    file = options.config,
+    user = user,
+    port = options.port,
+  })
+  local policy = options.host_key_policy or found.host_key_policy or "strict"
+  if policy ~= "strict" and policy ~= "accept-new" then
+    errors.misuse(3, 'ssh.connect: \'host_key_policy\' must be "strict" or "accept-new"')
+  end
+  local timeouts = setmetatable(options.timeouts or {}, { __index = M.TIMEOUTS })
+  if found.connect_timeout and not rawget(timeouts, "connect") then
+    timeouts = setmetatable({ connect = found.connect_timeout }, { __index = timeouts })
+  end
+  local files = options.known_hosts
+  if files == nil then
+    files = found.known_hosts or known_hosts.default_files()
+  end
+  local settings = {
+    host = options.host,
+    address = options.address or found.hostname or options.host,
+    port = choose_port(options, found),
+    user = user or found.user or os.getenv("USER") or uv.os_get_passwd().username,
+    name = options.host_key_alias
+      or found.host_key_alias
+      or options.address and options.host
+      or found.hostname
+      or options.host,
+    policy = policy,
+    timeouts = timeouts,
+    known_hosts = files and as_list(files) or {},
+    keys = as_list(options.keys) or found.identity_files,
+    agent = options.agent,
+    passphrase = options.passphrase,
+    identities_only = options.identities_only,
+    bind = options.bind_address or found.bind_address,
+    family = found.address_family,
+    send_env = found.send_env,
+    jump = options.jump,
+    proxy_command = options.proxy_command,
+    keepalive = options.keepalive,
+    max_channels = options.max_channels or M.MAX_CHANNELS,
+  }
+  if settings.agent == nil then
+    settings.agent = found.identity_agent
+  end
+  if settings.identities_only == nil then
+    settings.identities_only = found.identities_only
+  end
+  if settings.keepalive == nil then
+    settings.keepalive = found.keepalive or M.KEEPALIVE
+  end
+  if settings.jump == nil and settings.proxy_command == nil then
+    settings.jump, settings.proxy_command = found.proxy_jump, found.proxy_command
+  end
+  settings.label = ("%s@%s:%d"):format(settings.user, settings.host, settings.port)
+  return settings
+end
+
+-- Phases -----------------------------------------------------------------------------------------------------------
+
+local function is_numeric(address)
+  return address:find("^%d+%.%d+%.%d+%.%d+$") ~= nil or address:find(":", 1, true) ~= nil
+end
+
+--- The numeric addresses of a name.
+local function resolve(settings)
+  local address = settings.address
+  if is_numeric(address) then
+    return { address }
+  end
+  local family = settings.family
+  local ok, list = pcall(task.timeout, settings.timeouts.resolve, scheduler.await, function(done)
+    local request, problem = uv.getaddrinfo(address, nil, {
+      socktype = "stream",
+      family = family,
+    }, function(err, found)
+      done(err, found)
+    end)
+    if not request then
+      done(problem)
+      return nil
+    end
+    return function()
+      uv.cancel(request)
+      return true -- a resolver that is stuck in the pool is not waited for
+    end
+  end, "the addresses of " .. address)
+  local addresses = {}
+  if ok then
+    for _, entry in ipairs(list) do
+      addresses[#addresses + 1] = entry.addr
+    end
+    if #addresses > 0 then
+      return addresses
+    end
+  elseif errors.is(list, "cancelled") then
+    error(list, 0)
+  end
+  local timed_out = not ok and errors.is(list, "timeout")
+  errors.raise({
+    code = timed_out and "timeout" or "resolve",
+    phase = "resolve",
+    op = "ssh.connect",
+    target = settings.label,
+    message = ("%s: the name %s %s"):format(
+      settings.label,
+      address,
+      timed_out
+          and ("has not been resolved within %g s: the name server does not answer"):format(
+            settings.timeouts.resolve
+          )
+        or ("cannot be resolved%s: is it spelt right, and known here (ssh_config HostName, /etc/hosts, DNS)?"):format(
+          ok and "" or (" (%s)"):format(errors.text(list))
+        )
+    ),
+  })
+end
+
+local function milliseconds(seconds)
+  return math.max(1, math.floor(seconds * 1000))
+end
+
+--- Connect, exchange identifications and keys. Returns the engine's session.
+local function open(settings, expected, place)
+  local timeouts = settings.timeouts
+  local methods = setmetatable({ hostkey = hostkey.algorithms(expected) }, { __index = METHODS })
+  local request = {
+    methods = {
+      kex = methods.kex,
+      cipher = methods.cipher,
+      mac = methods.mac,
+      sign = methods.sign,
+      hostkey = methods.hostkey,
+    },
+    connect_ms = milliseconds(timeouts.connect),
+    banner_ms = milliseconds(timeouts.banner),
+    kex_ms = milliseconds(timeouts.kex),
+  }
+  for key, value in pairs(place.request) do
+    request[key] = value
+  end
+  return scheduler.await(function(done)
+    local operation, session = core.open(request, function(err, session)
+      done(err and explain(errors.wrap(err), settings), session)
+    end)
+    if place.attach then
+      place.attach(session)
+    end
+    return function()
+      operation:cancel()
+    end
+  end, "a connection to " .. settings.label)
+end
+
+--- Try the addresses one after the other; what the first failed with is raised when all fail.
+local function open_any(settings, expected, under)
+  if under then
+    return open(settings, expected, under)
+  end
+  local first
+  for _, address in ipairs(resolve(settings)) do
+    local request = { address = address, port = settings.port, bind = settings.bind }
+    local ok, session = pcall(open, settings, expected, { request = request })
+    if ok then
+      return session
+    end
+    if not errors.is(session, "refused", "unreachable", "timeout", "reset", "closed") then
+      error(session, 0)
+    end
+    first = first or session
+  end
+  error(first, 0)
+end
+
+--- What must be closed unless everything went well.
+local function guarded(thing)
+  return setmetatable({ thing = thing }, {
+    __close = function(box)
+      if box.thing then
+        box.thing:close()
+      end
+    end,
+  })
+end
+
+--- Connect to a host and log in.
+---@async
+---@param options ciranda.ssh.ConnectOptions
+---@return ciranda.ssh.Connection connection to be closed; a `<close>` variable may hold it
+--- Raises, with `phase`: `resolve`, `refused`, `unreachable`, `timeout`, `closed`, `reset` (connect, banner, kex),
+--- `unsupported` (no common algorithm), `hostkey`, `auth`, `permission` (a key file that others may read), `usage`
+--- (ssh_config), `protocol`.
+function M.connect(options)
+  if type(options) ~= "table" or type(options.host) ~= "string" or options.host == "" then
+    errors.misuse(2, "ssh.connect: a table with 'host' is expected")
+  end
+  errors.check_options(options, OPTIONS, "ssh.connect")
+  local settings = settle(options)
+  local expected = hostkey.expect({
+    host = settings.name,
+    port = settings.port,
+    address = settings.address,
+    pins = options.pins,
+    files = settings.known_hosts,
+  })
+  local under <close> = guarded(proxy.open(settings, M.connect, options))
+  local session <close> = guarded(open_any(settings, expected, under.thing))
+
+  local key_type, blob = session.thing:host_key()
+  if not key_type then
+    errors.raise(explain(errors.wrap(select(2, session.thing:status())), settings))
+  end
+  local trust = hostkey.verify(expected, key_type, blob, settings.policy)
+  local key = login.authenticate(session.thing, settings)
+
+  local connection = connections.new(session.thing, {
+    host = settings.host,
+    port = settings.port,
+    user = settings.user,
+    label = settings.label,
+    key = key,
+    host_key = { type = key_type, blob = blob, trust = trust },
+    under = under.thing,
+    send_env = settings.send_env,
+    channel_timeout = settings.timeouts.channel,
+    max_channels = settings.max_channels,
+  })
+  session.thing, under.thing = nil, nil
+  if settings.keepalive then
+    connection:keepalive(settings.keepalive.interval, settings.keepalive.count)
+  end
+  return connection
+end
+
+return M

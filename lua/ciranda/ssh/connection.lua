@@ -1,0 +1,406 @@
+--- A connection whose user is authenticated: commands, files and tunnels on it.
+
+local channels = require("ciranda.ssh.channel")
+local errors = require("ciranda.io.error")
+local log = require("ciranda.io.log")
+local scheduler = require("ciranda.task.scheduler")
+local task = require("ciranda.task")
+
+local M = {}
+
+--- Output kept by `exec` when nobody takes it; more is an error.
+M.MAX_OUTPUT = 64 * 1024 * 1024
+
+-- Slots ------------------------------------------------------------------------------------------------------------
+
+-- Channels that may be open at once. OpenSSH's MaxSessions is 10; a server with a lower one teaches us its limit.
+local Slots = {}
+Slots.__index = Slots
+
+local function new_slots(limit)
+  return setmetatable({ limit = limit, used = 0, waiters = {} }, Slots)
+end
+
+function Slots:acquire()
+  if self.used < self.limit then
+    self.used = self.used + 1
+    return
+  end
+  local entry
+  scheduler.await(function(done)
+    entry = { done = done }
+    table.insert(self.waiters, entry)
+    return function()
+      for index, waiter in ipairs(self.waiters) do
+        if waiter == entry then
+          table.remove(self.waiters, index)
+          return true
+        end
+      end
+      self:release() -- it was ours already
+      return true
+    end
+  end, "a channel of the connection")
+end
+
+function Slots:release()
+  self.used = self.used - 1
+  while self.used < self.limit and self.waiters[1] do
+    self.used = self.used + 1
+    table.remove(self.waiters, 1).done()
+  end
+end
+
+-- Connection -------------------------------------------------------------------------------------------------------
+
+---@class ciranda.ssh.Connection
+---@field host string        the name it was asked for by
+---@field port integer
+---@field user string
+---@field label string       "user@host:port", for messages
+---@field key string?        what the user was authenticated with, for messages
+---@field host_key { type: string, blob: string, trust: "pinned"|"known"|"added" }
+---@field private session userdata
+---@field private slots table
+local Connection = {}
+Connection.__index = Connection
+
+---@param session userdata the engine's
+---@param settings { host: string, port: integer, user: string, label: string, max_channels: integer,
+---  channel_timeout: number, send_env: string[][], key: string?, host_key: table, under: any }
+---@return ciranda.ssh.Connection
+function M.new(session, settings)
+  local self = setmetatable({
+    session = session,
+    host = settings.host,
+    port = settings.port,
+    user = settings.user,
+    label = settings.label,
+    key = settings.key,
+    host_key = settings.host_key,
+    under = settings.under,
+    send_env = settings.send_env,
+    channel_ms = math.max(1, math.floor(settings.channel_timeout * 1000)),
+    slots = new_slots(settings.max_channels),
+  }, Connection)
+  local waits = session:on_close(function(err)
+    self.ended = err
+    self:_let_go()
+  end)
+  if not waits then
+    self.ended = select(2, session:status())
+    self:_let_go()
+  end
+  return self
+end
+
+function Connection:__tostring()
+  return ("ssh connection to %s (%s)"):format(self.label, self.ended and "closed" or "open")
+end
+
+--- What carried this connection (a jump host, a proxy command) is no longer needed.
+---@private
+function Connection:_let_go()
+  local under = self.under
+  self.under = nil
+  if under then
+    under:close()
+  end
+end
+
+--- Whether the connection can still be used, as far as is known.
+---@return boolean
+function Connection:is_open()
+  return self.ended == nil
+end
+
+---@private
+function Connection:_raise(err, op)
+  errors.raise(errors.wrap(errors.wrap(err), { op = op or "ssh.exec", target = self.label }))
+end
+
+--- Open a channel. Waits while as many are open as the server allows.
+---@private
+---@param method function session.exec or session.tunnel
+---@param request table
+---@param what string
+---@return ciranda.ssh.Channel
+function Connection:_open(method, request, what)
+  request.timeout = self.channel_ms
+  local slots = self.slots
+  while true do
+    slots:acquire()
+    local ok, raw = pcall(task.call, method, self.session, request)
+    if ok then
+      return channels.new(raw, self.label, what, function()
+        slots:release()
+      end)
+    end
+    local others = slots.used - 1
+    slots:release()
+    if raw.reason ~= "channel_refused" or method ~= self.session.exec or others < 1 then
+      self:_raise(raw)
+    end
+    -- The server's MaxSessions is below our limit: wait for one of the others to end.
+    slots.limit = math.min(slots.limit, others)
+    log.debug("%s allows %d channels at once", self.label, slots.limit)
+  end
+end
+
+--- A shell word that means this text.
+local function quote(text)
+  return "'" .. text:gsub("'", "'\\''") .. "'"
+end
+
+--- The command with variables in its environment. Servers accept few by the protocol (AcceptEnv), so that `env` sets
+--- them, and the login shell runs the command as it would have.
+local function with_environment(command, env, level)
+  local names = {}
+  for name, value in pairs(env) do
+    if type(name) ~= "string" or not name:find("^[%a_][%w_]*$") or type(value) ~= "string" then
+      errors.misuse(level + 1, "ssh: 'env' must map names of variables to strings")
+    end
+    names[#names + 1] = name
+  end
+  if #names == 0 then
+    return command
+  end
+  table.sort(names)
+  local words = {}
+  for index, name in ipairs(names) do
+    words[index] = quote(name .. "=" .. env[name])
+  end
+  return ('exec env %s "$SHELL" -c %s'):format(table.concat(words, " "), quote(command))
+end
+
+local START_OPTIONS = { env = true, pty = true }
+
+---@class ciranda.ssh.StartOptions
+---@field env table<string, string>?  added to the command's environment. Not for secrets: for a moment they can be
+---                                   seen in the list of processes
+---@field pty boolean|{ term: string?, columns: integer?, rows: integer? }?  a terminal; both streams then are one
+
+--- Start a command by the user's login shell and return at once.
+---@async
+---@param command string
+---@param options ciranda.ssh.StartOptions?
+---@return ciranda.ssh.Channel channel to be closed; a `<close>` variable may hold it
+--- Raises `refused` (the server), `timeout`, or what ended the connection.
+function Connection:start(command, options)
+  options = options or {}
+  if type(command) ~= "string" then
+    errors.misuse(2, "connection:start takes a command as a string, not a %s", type(command))
+  end
+  errors.check_options(options, START_OPTIONS, "connection:start")
+  return self:_start(command, options)
+end
+
+---@private
+function Connection:_start(command, options)
+  local request = { env = self.send_env }
+  request.command = options.env and with_environment(command, options.env, 3) or command
+  local pty = options.pty
+  if pty then
+    pty = type(pty) == "table" and pty or {}
+    request.term = pty.term or os.getenv("TERM") or "xterm"
+    request.columns, request.rows = pty.columns, pty.rows
+  end
+  return self:_open(self.session.exec, request, ("%q"):format(command))
+end
+
+--- Start a subsystem, such as "sftp".
+---@async
+---@param name string
+---@return ciranda.ssh.Channel
+--- Raises as `start` does.
+function Connection:subsystem(name)
+  return self:_open(self.session.exec, { subsystem = name }, "the subsystem " .. name)
+end
+
+--- Open a connection from the server to another place (as `ssh -W`): a channel that carries its bytes.
+---@async
+---@param host string
+---@param port integer
+---@return ciranda.ssh.Channel
+--- Raises `refused`, `timeout`, or what ended the connection.
+function Connection:tunnel(host, port)
+  local request = { host = host, port = port }
+  return self:_open(self.session.tunnel, request, ("the tunnel to %s:%d"):format(host, port))
+end
+
+local EXEC_OPTIONS = {
+  stdin = true,
+  on_stdout = true,
+  on_stderr = true,
+  timeout = true,
+  env = true,
+  pty = true,
+  max_output = true,
+}
+
+---@class ciranda.ssh.ExecOptions: ciranda.ssh.StartOptions
+---@field stdin string|(fun(): string?)|nil  what the command reads; a function is called for more until it returns
+---                                          nil. Without it the command reads end of file
+---@field on_stdout (fun(bytes: string))?    called in the calling task with what comes, in order; the command waits
+---                                          meanwhile
+---@field on_stderr (fun(bytes: string))?
+---@field timeout number?                    seconds until it is given up: TERM, then its channel is closed
+---@field max_output integer?                bytes kept of each stream; 64 MiB
+
+---@class ciranda.ssh.Result
+---@field code integer?    exit status
+---@field signal string?   "KILL" and the like; both nil means that neither was received
+---@field message string?  what the server said about the signal
+---@field stdout string    "" where a function took it
+---@field stderr string
+local Result = {}
+Result.__index = Result
+Result.__name = "ciranda.ssh.Result"
+
+--- How the command ended, for messages.
+---@return string
+function Result:reason()
+  return self.code and ("exit status %d"):format(self.code)
+    or self.signal and "SIG" .. self.signal
+    or "no exit status"
+end
+
+--- Raise unless the exit status is 0.
+---@return ciranda.ssh.Result self
+--- Raises `failed`.
+function Result:check()
+  if self.code == 0 then
+    return self
+  end
+  local said = self.stderr ~= "" and self.stderr or self.stdout
+  said = said:sub(-2000):gsub("%s+$", "")
+  errors.raise({
+    code = "failed",
+    op = "ssh.exec",
+    target = self.target,
+    message = ("%s ended with %s%s"):format(self.command, self:reason(), said ~= "" and ": " .. said or ""),
+    result = self,
+  })
+  return self
+end
+
+--- Feed standard input. A command that ends without reading it all is no failure of ours.
+local function feed(channel, stdin)
+  local ok, err = pcall(function()
+    if type(stdin) == "string" then
+      channel:write(stdin)
+    else
+      for piece in stdin do
+        channel:write(piece)
+      end
+    end
+    channel:close_stdin()
+  end)
+  if not ok and not (errors.is(err, "closed") and (channel.closed or channel.ended)) then
+    error(err, 0)
+  end
+end
+
+---@private
+function Connection:_exec(command, options)
+  local channel = self:_start(command, options)
+  -- Whatever ends this call early ends the command too, as far as can be.
+  local _ <close> = setmetatable({}, {
+    __close = function()
+      channel:abort()
+    end,
+  })
+  local stdin = options.stdin
+  local scope <close> = task.scope()
+  if stdin == nil or stdin == "" then
+    channel:close_stdin()
+  else
+    scope:spawn("standard input", feed, channel, stdin)
+  end
+  local sinks = { stdout = options.on_stdout, stderr = options.on_stderr }
+  local kept, sizes = { stdout = {}, stderr = {} }, { stdout = 0, stderr = 0 }
+  local limit = options.max_output or M.MAX_OUTPUT
+  for data, stream in channel.read, channel do
+    local sink = sinks[stream]
+    if sink then
+      sink(data)
+    else
+      sizes[stream] = sizes[stream] + #data
+      if sizes[stream] > limit then
+        errors.raise({
+          code = "invalid",
+          op = "ssh.exec",
+          target = self.label,
+          message = ("%s has written more than the %d bytes kept; give on_%s"):format(command, limit, stream),
+        })
+      end
+      table.insert(kept[stream], data)
+    end
+  end
+  local exit = channel:wait()
+  scope:cancel("the command has ended")
+  return setmetatable({
+    code = exit.code,
+    signal = exit.signal,
+    message = exit.message,
+    stdout = table.concat(kept.stdout),
+    stderr = table.concat(kept.stderr),
+    command = command,
+    target = self.label,
+  }, Result)
+end
+
+--- Run a command by the user's login shell and wait for its end and that of its output.
+---@async
+---@param command string
+---@param options ciranda.ssh.ExecOptions?
+---@return ciranda.ssh.Result result the exit status is data: `result:check()` raises
+--- Raises `timeout`, `refused`, `invalid` (too much output), or what ended the connection.
+function Connection:exec(command, options)
+  options = options or {}
+  if type(command) ~= "string" then
+    errors.misuse(2, "connection:exec takes a command as a string, not a %s", type(command))
+  end
+  errors.check_options(options, EXEC_OPTIONS, "connection:exec")
+  if not options.timeout then
+    return self:_exec(command, options)
+  end
+  local ok, result = pcall(task.timeout, options.timeout, self._exec, self, command, options)
+  if ok then
+    return result
+  end
+  if errors.is(result, "timeout") and not result.phase then
+    errors.raise({
+      code = "timeout",
+      phase = "exec",
+      op = "ssh.exec",
+      target = self.label,
+      message = ("%s has not ended within %g s on %s; it was sent TERM and may live on"):format(
+        command,
+        options.timeout,
+        self.label
+      ),
+      traceback = result.traceback,
+    })
+  end
+  error(result, 0)
+end
+
+--- Ask the server for signs of life: an interval without a byte from it is asked about, and after `count` unanswered
+--- ones the connection ends with the error "lost".
+---@param interval number seconds; 0 turns it off
+---@param count integer? 3
+function Connection:keepalive(interval, count)
+  if not self.ended then
+    self.session:keepalive(math.floor(interval * 1000), count or 3)
+  end
+end
+
+--- Close the connection. Commands that still run are not ended by it.
+function Connection:close()
+  self.session:close("the connection has been closed")
+end
+
+Connection.__close = Connection.close
+
+return M

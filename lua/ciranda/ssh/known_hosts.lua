@@ -1,0 +1,203 @@
+--- Which host keys a person has seen before: OpenSSH's known_hosts files.
+---
+--- Understood: plain and hashed names, `[host]:port`, lists, `*` and `?`, negation, `@revoked` (refused whatever else
+--- the files and the caller say) and `@cert-authority` (host certificates are not supported, which is said when
+--- nothing else vouches for the host). Nothing here asks or decides: `ciranda.ssh.hostkey` does.
+
+local core = require("ciranda.core.ssh")
+local crypto = require("ciranda.io.crypto")
+local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local uv = require("luv")
+
+local M = {}
+
+-- A file larger than this is no known_hosts file; it would only exhaust memory.
+local MAX_FILE = 64 * 1024 * 1024
+
+---@class ciranda.ssh.KnownHost  one line of a file
+---@field marker "revoked"|"cert-authority"|nil
+---@field patterns string[]?  lower-case patterns, negated ones with their "!"
+---@field salt string?        of a hashed name
+---@field hash string?        of a hashed name
+---@field type string         "ssh-ed25519" and the like
+---@field blob string         the public key in bytes
+---@field where string        "path:line"
+
+--- The Lua pattern of a shell pattern with `*` and `?`.
+local function to_lua_pattern(glob)
+  return "^" .. glob:gsub("[%^%$%(%)%%%.%[%]%+%-]", "%%%0"):gsub("%*", ".*"):gsub("%?", ".") .. "$"
+end
+
+--- Whether a name matches a comma-separated list of shell patterns, of which one with "!" forbids it.
+---@param patterns string[] lower case
+---@param name string lower case
+---@return boolean
+function M.matches(patterns, name)
+  local found = false
+  for _, pattern in ipairs(patterns) do
+    local negated = pattern:sub(1, 1) == "!"
+    if name:find(to_lua_pattern(negated and pattern:sub(2) or pattern)) then
+      if negated then
+        return false
+      end
+      found = true
+    end
+  end
+  return found
+end
+
+--- The key in a line's last fields, or nil when they hold none that can be read.
+local function parse_key(key_type, text)
+  local ok, blob = pcall(crypto.unbase64, text)
+  if not ok or #blob < 4 then
+    return nil
+  end
+  local length = (">I4"):unpack(blob)
+  if length ~= #key_type or blob:sub(5, 4 + length) ~= key_type then
+    return nil
+  end
+  return blob
+end
+
+--- Read the text of a file. Lines that cannot be understood are left out, as OpenSSH does.
+---@param text string
+---@param path string for messages
+---@return ciranda.ssh.KnownHost[]
+function M.parse(text, path)
+  local entries = {}
+  local number = 0
+  for line in (text .. "\n"):gmatch("(.-)\r?\n") do
+    number = number + 1
+    local marker, rest = line:match("^%s*@(%S+)%s+(.*)$")
+    local names, key_type, key = (rest or line):match("^%s*([^%s#]%S*)%s+(%S+)%s+(%S+)")
+    local blob = key and parse_key(key_type, key)
+    if blob and (marker == nil or marker == "revoked" or marker == "cert-authority") then
+      local entry = { marker = marker, type = key_type, blob = blob, where = ("%s:%d"):format(path, number) }
+      local salt, hash = names:match("^|1|([^|]+)|([^|]+)$")
+      if salt then
+        local good_salt, salt_bytes = pcall(crypto.unbase64, salt)
+        local good_hash, hash_bytes = pcall(crypto.unbase64, hash)
+        entry.salt = good_salt and salt_bytes or nil
+        entry.hash = good_hash and hash_bytes or nil
+      else
+        entry.patterns = {}
+        for pattern in names:lower():gmatch("[^,]+") do
+          table.insert(entry.patterns, pattern)
+        end
+      end
+      if entry.patterns or (entry.salt and entry.hash) then
+        entries[#entries + 1] = entry
+      end
+    end
+  end
+  return entries
+end
+
+---@param entry ciranda.ssh.KnownHost
+---@param name string lower case, in the form the files use
+local function names(entry, name)
+  if entry.patterns then
+    return M.matches(entry.patterns, name)
+  end
+  return core.hash_name(entry.salt, name) == entry.hash
+end
+
+--- How the files write a host: its name alone for port 22, else "[name]:port".
+---@param host string
+---@param port integer
+---@return string
+function M.name(host, port)
+  host = host:lower()
+  return port == 22 and host or ("[%s]:%d"):format(host, port)
+end
+
+---@class ciranda.ssh.Known
+---@field keys ciranda.ssh.KnownHost[]         plain keys of the host
+---@field fallback ciranda.ssh.KnownHost[]     keys of the same name at port 22: they vouch, and never contradict
+---@field revoked ciranda.ssh.KnownHost[]
+---@field authorities ciranda.ssh.KnownHost[]
+
+--- What the entries say of a host.
+---@param entries ciranda.ssh.KnownHost[]
+---@param host string a name or an address
+---@param port integer
+---@return ciranda.ssh.Known
+function M.lookup(entries, host, port)
+  local known = { keys = {}, fallback = {}, revoked = {}, authorities = {} }
+  local name = M.name(host, port)
+  local bare = host:lower()
+  for _, entry in ipairs(entries) do
+    local direct = names(entry, name)
+    if direct or (name ~= bare and names(entry, bare)) then
+      if entry.marker == "revoked" then
+        table.insert(known.revoked, entry)
+      elseif entry.marker == "cert-authority" then
+        table.insert(known.authorities, entry)
+      else
+        table.insert(direct and known.keys or known.fallback, entry)
+      end
+    end
+  end
+  return known
+end
+
+-- Parsed files, for a fleet of a thousand workers that all look into the same one.
+local cache = {}
+
+--- The entries of the files, in order; a file that does not exist has none.
+---@async
+---@param paths string[]
+---@return ciranda.ssh.KnownHost[]
+--- Raises `permission` or `io` when a file is there and cannot be read.
+function M.load(paths)
+  local all = {}
+  for _, path in ipairs(paths) do
+    local ok, stat = pcall(fs.stat, path)
+    if ok then
+      local stamp = ("%d.%d"):format(stat.mtime_ns, stat.size)
+      local cached = cache[path]
+      if not cached or cached.stamp ~= stamp then
+        cached = { stamp = stamp, entries = M.parse(fs.read(path, MAX_FILE), path) }
+        cache[path] = cached
+      end
+      table.move(cached.entries, 1, #cached.entries, #all + 1, all)
+    elseif not errors.is(stat, "not_found") then
+      error(stat, 0)
+    end
+  end
+  return all
+end
+
+--- Add a key for a host at the end of a file, which is made (mode 600, its directory 700) when it is not there.
+---@async
+---@param path string
+---@param host string
+---@param port integer
+---@param key_type string
+---@param blob string
+function M.add(path, host, port, key_type, blob)
+  local directory = fs.dirname(path)
+  if not fs.exists(directory) then
+    fs.mkdir_p(directory, tonumber("700", 8))
+  end
+  -- A last line without its end would swallow the first of ours.
+  local text = fs.exists(path) and fs.read(path, MAX_FILE) or ""
+  local lead = text ~= "" and text:sub(-1) ~= "\n" and "\n" or ""
+  local line = ("%s%s %s %s\n"):format(lead, M.name(host, port), key_type, crypto.base64(blob))
+  fs.append(path, line, tonumber("600", 8))
+end
+
+--- The files that OpenSSH reads when nothing else is said.
+---@return string[]
+function M.default_files()
+  local home = uv.os_homedir()
+  return {
+    home .. "/.ssh/known_hosts",
+    home .. "/.ssh/known_hosts2",
+    "/etc/ssh/ssh_known_hosts",
+    "/etc/ssh/ssh_known_hosts2",
+  }
+end
+
+return M

@@ -1,0 +1,210 @@
+--- What carries a connection that does not go straight to its host: jump hosts and proxy commands.
+---
+--- A place is `{ request =, attach =, close = }`: options for the engine's `open`, a function that is given the
+--- engine's session before any byte goes, and the end of it all.
+
+local errors = require("ciranda.io.error")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+-- Hops of a connection, those that ssh_config adds included: a configuration may go in circles.
+local MAX_HOPS = 8
+
+--- Options that a jump host shares with the host behind it.
+local SHARED = {
+  "keys",
+  "agent",
+  "passphrase",
+  "known_hosts",
+  "host_key_policy",
+  "timeouts",
+  "config",
+  "keepalive",
+}
+
+--- "[user@]host[:port]" or "ssh://[user@]host[:port]".
+---@param text string
+---@return { host: string, user: string?, port: integer? }
+--- Raises `usage`.
+function M.parse_hop(text)
+  local rest = text:gsub("^ssh://", ""):gsub("/$", "")
+  local user, place = rest:match("^(.*)@([^@]*)$")
+  place = place or rest
+  local host, port = place:match("^%[([^%]]+)%]:?(%d*)$")
+  if not host then
+    host, port = place:match("^([^:]+):?(%d*)$")
+  end
+  local number = port and port ~= "" and math.tointeger(tonumber(port)) or nil
+  if not host or user == "" or (port ~= "" and not (number and number >= 1 and number <= 65535)) then
+    errors.raise({
+      code = "usage",
+      op = "ssh.connect",
+      message = ("%q is no jump host; one looks like user@host:port"):format(text),
+    })
+  end
+  return { host = host, user = user, port = number }
+end
+
+--- A connection through another one.
+---@param jump ciranda.ssh.Connection
+---@param settings table
+---@param on_close fun()
+local function through(jump, settings, on_close)
+  local channel = jump:tunnel(settings.address, settings.port)
+  local raw = channel.raw
+  local session
+  local function on_data(_, data, stream)
+    if not data then
+      session:feed_end()
+    elseif stream == 1 and not session:feed(data) then
+      raw:read_stop() -- `drained` goes on
+    end
+  end
+  return {
+    request = {
+      write = function(data)
+        local accepted = raw:write(data, function(err)
+          if not err then
+            session:written()
+          end
+        end)
+        if not accepted then
+          session:feed_end()
+        end
+      end,
+      drained = function()
+        raw:read_start(on_data)
+      end,
+    },
+    attach = function(engine_session)
+      session = engine_session
+      if not raw:read_start(on_data) then
+        session:feed_end()
+      end
+    end,
+    close = function()
+      channel:close()
+      on_close()
+    end,
+  }
+end
+
+-- Jump hosts are shared by the connections that go through them: { connection, users }, by what was asked for.
+local shared = {}
+local locks = {}
+
+local function release(key, entry)
+  entry.users = entry.users - 1
+  if entry.users == 0 then
+    if shared[key] == entry then
+      shared[key] = nil
+    end
+    entry.connection:close()
+  end
+end
+
+--- The connection to a jump host: one that is there, or a new one.
+local function acquire(key, make)
+  locks[key] = locks[key] or task.semaphore(1)
+  return locks[key]:with(function()
+    local entry = shared[key]
+    if not entry or not entry.connection:is_open() then
+      entry = { connection = make(), users = 0 }
+      shared[key] = entry
+    end
+    entry.users = entry.users + 1
+    return entry
+  end)
+end
+
+--- The hosts of a chain, "a,b,c", the last of which reaches the target.
+local function through_chain(chain, settings, connect, options)
+  local depth = (options.depth or 0) + 1
+  if depth > MAX_HOPS then
+    errors.raise({
+      code = "usage",
+      op = "ssh.connect",
+      target = settings.label,
+      message = ("%s: more than %d jump hosts: does ProxyJump in ssh_config go in circles?"):format(
+        settings.label,
+        MAX_HOPS
+      ),
+    })
+  end
+  local before, last = chain:match("^(.*),([^,]+)$")
+  local hop = M.parse_hop(last or chain)
+  hop.jump = before
+  hop.depth = depth
+  local parts = { chain }
+  for _, name in ipairs(SHARED) do
+    hop[name] = options[name]
+    parts[#parts + 1] = tostring(options[name])
+  end
+  local key = table.concat(parts, "\0")
+  local entry = acquire(key, function()
+    return connect(hop)
+  end)
+  local ok, place = pcall(through, entry.connection, settings, function()
+    release(key, entry)
+  end)
+  if not ok then
+    release(key, entry)
+    error(errors.wrap(place, { op = "ssh.connect", target = settings.label .. " through " .. chain }), 0)
+  end
+  return place
+end
+
+--- A command whose standard input and output are the connection; what it says on standard error is shown.
+local function command(line, settings)
+  local pair = uv.socketpair("stream", nil, {}, {})
+  local handle, problem = uv.spawn("/bin/sh", {
+    args = { "-c", "exec " .. line },
+    stdio = { pair[2], pair[2], 2 },
+  }, function() end)
+  uv.fs_close(pair[2])
+  if not handle then
+    uv.fs_close(pair[1])
+    errors.raise({
+      code = "failed",
+      phase = "connect",
+      op = "ssh.connect",
+      target = settings.label,
+      message = ("%s: the proxy command cannot be started: %s"):format(settings.label, tostring(problem)),
+    })
+  end
+  return {
+    request = { descriptor = pair[1] },
+    close = function()
+      if handle:is_active() then
+        handle:kill("sighup")
+      end
+      if not handle:is_closing() then
+        handle:close()
+      end
+    end,
+  }
+end
+
+--- What the settings ask for, or nil when the host is connected to directly.
+---@async
+---@param settings table of ciranda.ssh.connect
+---@param connect fun(options: table): ciranda.ssh.Connection
+---@param options ciranda.ssh.ConnectOptions
+---@return { request: table, attach: function?, close: function }?
+function M.open(settings, connect, options)
+  local jump = settings.jump
+  if type(jump) == "table" then
+    return through(jump, settings, function() end)
+  end
+  if jump and jump ~= "none" then
+    return through_chain(jump, settings, connect, options)
+  end
+  if settings.proxy_command then
+    return command(settings.proxy_command, settings)
+  end
+  return nil
+end
+
+return M
