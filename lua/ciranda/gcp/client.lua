@@ -76,8 +76,8 @@ end
 ---@field timeout number|false|nil  seconds for each attempt
 ---@field idle_timeout number?
 ---@field accept table<integer, true>?  statuses, besides 200 to 299, that are answers
----@field on_response fun(response: ciranda.http.Response)?  with `on_data`, for downloads; the call is then made once
----@field on_data fun(chunk: string)?
+---@field on_response fun(response: ciranda.http.Response)?  with `on_data`: the head of a success
+---@field on_data fun(chunk: string)?  takes the body of a success; once it has had some, the call is not repeated
 
 local CALL = {}
 for name in
@@ -87,8 +87,31 @@ do
   CALL[name] = true
 end
 
+--- The receivers of a download: what is no success is collected as an answer's body, not given to the caller.
+local function receivers(call)
+  if not call.on_data then
+    return nil
+  end
+  local state = { error_body = {} }
+  function state.on_response(head)
+    state.success = head.status >= 200 and head.status < 300
+    if state.success and call.on_response then
+      call.on_response(head)
+    end
+  end
+  function state.on_data(chunk)
+    if state.success then
+      state.delivered = true
+      call.on_data(chunk)
+    elseif #state.error_body < 16 then
+      table.insert(state.error_body, chunk)
+    end
+  end
+  return state
+end
+
 --- One attempt: the answer, or nil and the error.
-local function attempt(self, call, timeout)
+local function attempt(self, call, timeout, receiver)
   local headers, token = self.credentials:headers()
   headers["User-Agent"] = "ciranda/" .. engine.version
   for name, value in pairs(call.headers or {}) do
@@ -106,12 +129,15 @@ local function attempt(self, call, timeout)
     timeout = timeout,
     idle_timeout = call.idle_timeout,
     max_body = MAX_BODY,
-    accept_encoding = not call.on_data and "gzip" or nil,
-    on_response = call.on_response,
-    on_data = call.on_data,
+    accept_encoding = not receiver and "gzip" or nil,
+    on_response = receiver and receiver.on_response,
+    on_data = receiver and receiver.on_data,
   })
   if not sent then
     return nil, response, token
+  end
+  if receiver and not receiver.success then
+    response.body = table.concat(receiver.error_body)
   end
   log.debug(("%s: %d in %d ms"):format(response.target, response.status, response.time_ms))
   if (response.status >= 200 and response.status < 300) or (call.accept and call.accept[response.status]) then
@@ -163,7 +189,8 @@ function Client:request(call)
     if timeout then
       timeout = math.max(0.001, math.min(timeout, deadline - self:now()))
     end
-    local response, err, token = attempt(self, call, timeout)
+    local receiver = receivers(call)
+    local response, err, token = attempt(self, call, timeout, receiver)
     if response then
       return response
     end
@@ -174,7 +201,7 @@ function Client:request(call)
     if err.http_status == 401 and not refreshed and token then
       refreshed, wait = true, 0
       self.credentials:reject(token)
-    elseif call.on_data or not may_repeat(err, idempotent) then
+    elseif (receiver and receiver.delivered) or not may_repeat(err, idempotent) then
       wait = nil
     else
       local most = math.min(self.most_wait, self.first_wait * 2 ^ (tries - 1))

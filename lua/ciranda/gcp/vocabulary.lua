@@ -56,8 +56,8 @@ local KNOWN = {}
 for name in
   ([[id slices accelerator topology unchecked runtime node_id node_prefix capacity reservation min_duration
   max_run_duration termination_time valid_until valid_after network subnetwork external_ips ip_forward queue_count
-  networks tags labels metadata metadata_from_file startup_script startup_script_file ssh_keys service_account scopes data_disks
-  boot_disk secure_boot confidential autocheckpoint description workload version]]):gmatch("%S+")
+  networks tags labels metadata metadata_from_file startup_script startup_script_file ssh_keys service_account scopes
+  data_disks boot_disk secure_boot confidential autocheckpoint description workload version]]):gmatch("%S+")
 do
   KNOWN[name] = true
 end
