@@ -166,6 +166,14 @@ function Attempt:stage()
   end)
 end
 
+--- Finds what an earlier runner staged, without staging anything.
+---@return boolean there
+function Attempt:rejoin()
+  return self:persist(self.lost_after, "rejoin", function()
+    return staging.rejoin(self)
+  end)
+end
+
 --- Runs a subcommand of the guard.
 ---@private
 ---@param arguments string subcommand, `%s` for the attempt's directory, options
@@ -425,6 +433,10 @@ function Attempt:outcome(record, why)
     and leader.ended_at < stopped_at
     and (number(leader.signal) or (number(leader.code) or 0) ~= 0)
   outcome.stopped = stopped_at ~= nil and stopped_at ~= false and not failed_before
+  if outcome.stopped then
+    outcome.took = math.max(0, (number(record.ended_at) or stopped_at) - stopped_at)
+    outcome.killed = (number(record.killed) or 0) > 0
+  end
   if outcome.stopped then
     outcome.code = number(record.status)
   else

@@ -287,6 +287,32 @@ function Gang:stage()
   self:refuse(failures, "staged", "Nothing was started on any worker")
 end
 
+--- Takes up an attempt that an earlier runner started: nothing is staged, and what was started is not started again.
+--- A member whose machine no longer has the attempt counts as lost.
+---@param received fun(worker: ciranda.Worker): integer bytes of its log that are here already
+function Gang:rejoin(received)
+  self.started = true
+  task.map(self.members, function(member)
+    member.attempt.received = received(member.worker)
+    local ok, there = pcall(member.attempt.rejoin, member.attempt)
+    local why
+    if ok and there then
+      ok, there = pcall(member.attempt.go, member.attempt, self.options.go_timeout or 120)
+      why = not ok and there
+    elseif ok then
+      why = "the machine was made anew: the attempt is not there"
+    else
+      why = there
+    end
+    if why then
+      if type(why) ~= "string" and (not err.is(why) or err.is(why, "cancelled", "misuse", "internal")) then
+        error(why, 0)
+      end
+      member.outcome = member.attempt:outcome(nil, tostring(why))
+    end
+  end)
+end
+
 --- Says go to every worker at once. Before the first one the intent is on the disk.
 -- Raises when one could not be started; the others have then been stopped.
 function Gang:go()
@@ -403,9 +429,11 @@ function Gang:watch()
   local scope <close> = task.scope()
   local followers = {}
   for _, member in ipairs(self.members) do
-    followers[member] = scope:spawn(function()
-      self:follow(member)
-    end)
+    if not member.outcome then
+      followers[member] = scope:spawn(function()
+        self:follow(member)
+      end)
+    end
   end
   local first_seen, told, deadline
   while true do

@@ -28,6 +28,7 @@ echo "now=$(date +%s.%N)";
 echo "machine=$(uname -m)";
 [ -x {guard} ] && echo "guard=$(wc -c < {guard})";
 [ -f {bundle} ] && echo "bundle=yes";
+[ -d {path} ] && echo "attempt=yes";
 df -Pk . | { read -r _; read -r _ _ _ free _; echo "free_kb=$free"; };
 for started in {root}/*/*/started; do
 attempt=${started%/started};
@@ -204,6 +205,31 @@ local function check(attempt, facts)
   end
 end
 
+---@param attempt ciranda.run.Attempt
+---@param facts table<string, string>
+local function provide_guard(attempt, facts)
+  if math.tointeger(tonumber(facts.guard)) ~= #attempt.guard.bytes then
+    attempt:set_phase("sending the guard")
+    push_guard(attempt)
+  end
+end
+
+--- Finds an attempt that was staged earlier, by a runner that may have carried another guard. Stages nothing.
+---@param attempt ciranda.run.Attempt
+---@return boolean there
+function M.rejoin(attempt)
+  attempt:set_phase("connecting")
+  attempt.link:connection()
+  attempt:set_phase("looking around")
+  local facts = probe(attempt)
+  if facts.attempt ~= "yes" then
+    return false
+  end
+  provide_guard(attempt, facts)
+  attempt:set_phase("staged")
+  return true
+end
+
 --- Stages an attempt.
 ---@param attempt ciranda.run.Attempt
 -- Raises what connecting raises; "no_space", "permission", "unsupported", "failed" with the worker's own words.
@@ -213,10 +239,7 @@ function M.stage(attempt)
   attempt:set_phase("looking around")
   local facts, running = probe(attempt)
   check(attempt, facts)
-  if math.tointeger(tonumber(facts.guard)) ~= #attempt.guard.bytes then
-    attempt:set_phase("sending the guard")
-    push_guard(attempt)
-  end
+  provide_guard(attempt, facts)
   for _, path in ipairs(running) do
     attempt:set_phase(("ending the earlier attempt %s"):format(path))
     attempt:end_earlier(path, EARLIER_GRACE)

@@ -1,0 +1,235 @@
+--- The logs of an attempt on the runner: one file a worker, and what of them is shown.
+--
+-- The files hold each worker's merged standard output and error, byte for byte. They lie with the run's journal; the
+-- names people look for, `${TMPDIR:-/tmp}/RUN/output_slice_0000_worker_0000.txt`, are links to them. Standard output
+-- shows the first worker's bytes as they are; other workers are shown on request, or when one prints what looks
+-- like a failure, as prefixed lines on standard error.
+local err = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local nodeset = require("ciranda.fleet.nodeset")
+local task = require("ciranda.task")
+local uv = require("luv")
+local view = require("ciranda.fleet.view")
+
+local M = {}
+
+--- Seconds between two looks at whether folded lines are ready.
+local TICK = 0.25
+--- Lines shown of a worker that prints what looks like a failure, from that line on.
+local ALARM_LINES = 30
+
+---@class ciranda.run.LogOptions
+---@field directory string where the files are
+---@field links string? directory of the links people look for
+---@field workers ciranda.Worker[]
+---@field show string? a node set or "all": workers whose lines are shown with a prefix
+---@field raw (fun(bytes: string))? takes the first worker's bytes; may wait
+---@field lines (fun(text: string))? takes prefixed lines
+
+---@class ciranda.run.Logs
+---@field directory string
+---@field private files table<ciranda.Worker, userdata>
+---@field private paths table<ciranda.Worker, string>
+local Logs = {}
+Logs.__index = Logs
+
+--- The name people look for.
+---@param worker ciranda.Worker
+---@return string
+function M.file_name(worker)
+  return ("output_slice_%04d_worker_%04d.txt"):format(worker.slice, worker.index)
+end
+
+--- Makes the directory of the links, which must be ours: in a shared /tmp somebody else could have made it first.
+---@param path string
+local function make_own_directory(path)
+  fs.mkdir_p(path:match("^(.*)/[^/]*$"))
+  local stat = uv.fs_lstat(path)
+  if not stat then
+    fs.mkdir(path, 448)
+    return
+  end
+  if stat.type ~= "directory" or stat.uid ~= uv.getuid() then
+    err.raise({
+      code = "permission",
+      op = "logs",
+      target = path,
+      message = ("%s is there and is not a directory of yours; give another --RUN_NAME, or set TMPDIR"):format(
+        path
+      ),
+    })
+  end
+end
+
+--- `${TMPDIR:-/tmp}/RUN`.
+---@param run string
+---@return string
+function M.link_directory(run)
+  local base = os.getenv("TMPDIR")
+  if not base or base == "" then
+    base = "/tmp"
+  end
+  return base:gsub("(.)/+$", "%1") .. "/" .. run
+end
+
+--- Opens the logs of an attempt, for adding to what is there already.
+---@param options ciranda.run.LogOptions
+---@return ciranda.run.Logs
+-- Raises "permission" when the links' directory belongs to somebody else; "no_space" and the like.
+function M.open(options)
+  local logs = setmetatable({
+    directory = options.directory,
+    files = {},
+    paths = {},
+    sizes = {},
+    first = options.workers[1],
+    raw = options.raw,
+    alarms = {},
+    partial = {},
+    lines = options.lines,
+  }, Logs)
+  fs.mkdir_p(options.directory, 448)
+  if options.links then
+    make_own_directory(options.links)
+  end
+  local shown = {}
+  if options.show then
+    for _, worker in ipairs(nodeset.select(options.workers, options.show)) do
+      shown[worker] = true
+    end
+  end
+  logs.view = view.new({
+    write = options.lines or function() end,
+    clock = function()
+      return uv.hrtime() / 1e9
+    end,
+  })
+  for _, worker in ipairs(options.workers) do
+    local path = options.directory .. "/" .. M.file_name(worker)
+    local fd, message = uv.fs_open(path, "a", 384)
+    if not fd then
+      err.raise(err.wrap(message, { op = "logs", target = path }))
+    end
+    logs.files[worker], logs.paths[worker] = fd, path
+    logs.sizes[worker] = uv.fs_fstat(fd).size
+    if options.links then
+      local link = options.links .. "/" .. M.file_name(worker)
+      uv.fs_unlink(link)
+      fs.symlink(path, link)
+    end
+    if shown[worker] then
+      logs.view:add(worker)
+    end
+  end
+  logs.shown = shown
+  return logs
+end
+
+--- Bytes of a worker's log that are here already.
+---@param worker ciranda.Worker
+---@return integer
+function Logs:size(worker)
+  return self.sizes[worker]
+end
+
+---@param worker ciranda.Worker
+---@return string
+function Logs:path(worker)
+  return self.paths[worker]
+end
+
+--- Looks for a line that is the beginning of a failure; from it on some lines of that worker are shown.
+---@private
+function Logs:watch_for_alarm(worker, bytes)
+  local text = (self.partial[worker] or "") .. bytes
+  local position = 1
+  while true do
+    local newline = text:find("\n", position, true)
+    if not newline then
+      break
+    end
+    local line = text:sub(position, newline - 1)
+    if not self.alarms[worker] and view.alarming(line) then
+      self.alarms[worker] = ALARM_LINES
+    end
+    if (self.alarms[worker] or 0) > 0 then
+      self.alarms[worker] = self.alarms[worker] - 1
+      self.view:feed(worker, line .. "\n")
+    end
+    position = newline + 1
+  end
+  self.partial[worker] = text:sub(position):sub(-4096)
+end
+
+--- Takes a piece of a worker's log: into its file, and on the screen where it belongs there. Waits only for a standard
+--- output that is not being read, and only the first worker's.
+---@param worker ciranda.Worker
+---@param bytes string
+-- Raises "no_space" and the like: bytes that are not in the file must not count as received.
+function Logs:take(worker, bytes)
+  local done = 0
+  while done < #bytes do
+    local written, message = uv.fs_write(self.files[worker], done == 0 and bytes or bytes:sub(done + 1), -1)
+    if not written then
+      uv.fs_ftruncate(self.files[worker], self.sizes[worker])
+      err.raise(err.wrap(message, { op = "logs", target = self.paths[worker] }))
+    end
+    done = done + written
+  end
+  self.sizes[worker] = self.sizes[worker] + #bytes
+  if worker == self.first and self.raw then
+    self.raw(bytes)
+  end
+  if self.shown[worker] then
+    self.view:feed(worker, bytes)
+  elseif worker ~= self.first and self.lines then
+    self:watch_for_alarm(worker, bytes)
+  end
+end
+
+--- A worker has ended: its last line is shown, and nobody's lines wait for it.
+---@param worker ciranda.Worker
+function Logs:finish(worker)
+  self.view:finish(worker)
+end
+
+--- The end of a worker's log.
+---@param worker ciranda.Worker
+---@param count integer lines
+---@return string[]
+function Logs:tail(worker, count)
+  local file = io.open(self.paths[worker], "rb")
+  if not file then
+    return {}
+  end
+  local size = file:seek("end")
+  file:seek("set", math.max(0, size - 32768))
+  local text = file:read("a") or ""
+  file:close()
+  local lines = {}
+  for line in text:gmatch("[^\n]+") do
+    lines[#lines + 1] = line
+  end
+  return table.move(lines, math.max(1, #lines - count + 1), #lines, 1, {})
+end
+
+--- Shows folded lines as they become ready, until cancelled.
+function Logs:show_lines()
+  while true do
+    task.sleep(TICK)
+    self.view:flush()
+  end
+end
+
+--- Closes the files; lines that wait are shown.
+function Logs:close()
+  self.view:close()
+  for worker, fd in pairs(self.files) do
+    uv.fs_close(fd)
+    self.files[worker] = nil
+  end
+end
+
+Logs.__close = Logs.close
+
+return M

@@ -1,0 +1,104 @@
+--- Standard output that never holds up the loop: bytes wait here while nobody reads them.
+--
+-- The descriptor is opened anew through /proc, so that making it non-blocking does not reach the shell or whoever
+-- else shares it.
+local err = require("ciranda.io.error")
+local pipes = require("ciranda.io.pipe")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- Bytes that may wait; who writes more waits until they are fewer.
+local LIMIT = 1048576
+
+---@class ciranda.run.Output
+---@field private writer ciranda.Writer?
+---@field private pieces string[]
+---@field private waiting integer
+local Output = {}
+Output.__index = Output
+
+--- An output on a descriptor of this process.
+---@param descriptor integer? 1
+---@return ciranda.run.Output
+function M.new(descriptor)
+  descriptor = descriptor or 1
+  local output = setmetatable({
+    descriptor = descriptor,
+    pieces = {},
+    waiting = 0,
+    more = task.event(),
+    room = task.event(),
+    gone = false,
+  }, Output)
+  local kind = uv.guess_handle(descriptor)
+  if kind == "pipe" or kind == "tty" then
+    local fd = uv.fs_open(("/proc/self/fd/%d"):format(descriptor), "a", 0)
+    if fd then
+      local stream = kind == "tty" and uv.new_tty(fd, false) or uv.new_pipe(false)
+      if kind == "pipe" then
+        stream:open(fd)
+      end
+      output.writer = pipes.writer(stream, "standard output")
+    end
+  end
+  return output
+end
+
+--- Takes bytes. Waits while too many of them are not read.
+---@async
+---@param bytes string
+function Output:write(bytes)
+  if self.gone then
+    return
+  elseif not self.writer then
+    local file = self.descriptor == 2 and io.stderr or io.stdout
+    self.gone = not file:write(bytes)
+    file:flush()
+    return
+  end
+  self.pieces[#self.pieces + 1] = bytes
+  self.waiting = self.waiting + #bytes
+  self.more:set()
+  while self.waiting > LIMIT and not self.gone and task.current() do
+    self.room:wait()
+  end
+end
+
+--- Writes what waits, until cancelled. To be spawned by the owner.
+---@async
+function Output:run()
+  while true do
+    self.more:wait()
+    self.more = task.event()
+    self:flush()
+  end
+end
+
+--- Writes everything that waits now. When nobody reads any more (`| head`) the rest is dropped, and the job goes on.
+---@async
+function Output:flush()
+  while #self.pieces > 0 and not self.gone do
+    local bytes = table.concat(self.pieces)
+    self.pieces, self.waiting = {}, 0
+    local ok, problem = pcall(self.writer.write, self.writer, bytes)
+    if not ok then
+      if err.is(problem, "cancelled") then
+        error(problem, 0)
+      end
+      self.gone = true
+    end
+    self.room:set()
+    self.room = task.event()
+  end
+end
+
+--- Gives the descriptor back; what waits is dropped.
+function Output:close()
+  if self.writer then
+    self.writer:close()
+  end
+end
+
+return M

@@ -1,0 +1,100 @@
+--- What a person reads about an attempt that has ended. Pure: verdicts in, lines out.
+local cause = require("ciranda.run.cause")
+local nodeset = require("ciranda.fleet.nodeset")
+
+local M = {}
+
+---@param at number? seconds since 1970
+---@return string "14:03:11"
+local function clock(at)
+  return at and os.date("%H:%M:%S", math.floor(at)) or "at an unknown time"
+end
+
+---@param outcomes ciranda.run.Outcome[]
+---@return ciranda.Worker[]
+local function workers_of(outcomes)
+  local list = {}
+  for place, outcome in ipairs(outcomes) do
+    list[place] = outcome.worker
+  end
+  return list
+end
+
+--- The lines on a failure: who fell first, and who only followed.
+---@param verdict ciranda.run.Cause
+---@return string[]
+function M.failure(verdict)
+  local first = verdict.first
+  local lines = {}
+  if not first then
+    return lines
+  end
+  local text = ("First cause: slice %d worker %d, %s, %s"):format(
+    first.worker.slice,
+    first.worker.index,
+    clock(first.at),
+    first.lost and "lost: " .. first.lost or "exit status " .. cause.describe_status(first)
+  )
+  if #verdict.consequences > 0 then
+    text = text
+      .. ("; %d more failed after it: %s"):format(
+        #verdict.consequences,
+        nodeset.fold(workers_of(verdict.consequences))
+      )
+  end
+  lines[1] = text
+  return lines
+end
+
+--- The lines on those that were stopped: equal ends are told together.
+---@param verdict ciranda.run.Cause
+---@return string[]
+function M.stopped(verdict)
+  local groups, by_key = {}, {}
+  for _, outcome in ipairs(verdict.stopped) do
+    local key = cause.describe_status(outcome) .. (outcome.killed and " killed" or "")
+    local group = by_key[key]
+    if not group then
+      group = {
+        outcomes = {},
+        least = math.huge,
+        most = 0,
+        killed = outcome.killed,
+        key = cause.describe_status(outcome),
+      }
+      by_key[key] = group
+      groups[#groups + 1] = group
+    end
+    table.insert(group.outcomes, outcome)
+    group.least = math.min(group.least, outcome.took or 0)
+    group.most = math.max(group.most, outcome.took or 0)
+  end
+  local lines = {}
+  for place, group in ipairs(groups) do
+    local took = ("%.1f"):format(group.least)
+    if ("%.1f"):format(group.most) ~= took then
+      took = ("%s to %.1f"):format(took, group.most)
+    end
+    lines[place] = ("Stopped: %s ended with %s, %s s after the signal%s"):format(
+      nodeset.fold(workers_of(group.outcomes)),
+      group.key,
+      took,
+      group.killed and " (by SIGKILL: the grace was over)" or ""
+    )
+  end
+  return lines
+end
+
+--- Lines as they are printed for the end of a log.
+---@param worker ciranda.Worker
+---@param tail string[]
+---@return string[]
+function M.tail(worker, tail)
+  local lines = {}
+  for place, line in ipairs(tail) do
+    lines[place] = ("slice%d/worker%d: %s"):format(worker.slice, worker.index, line)
+  end
+  return lines
+end
+
+return M

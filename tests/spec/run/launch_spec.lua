@@ -1,0 +1,350 @@
+local fleet = require("ciranda.fleet")
+local journal = require("ciranda.run.journal")
+local launch = require("ciranda.run.launch")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
+
+describe("run.launch", function()
+  local root, machines, workers, connect, slices, said, handler, saved
+
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/launch-XXXXXX")
+    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
+    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
+    uv.os_setenv("TMPDIR", root)
+    slices, connect, machines = machines_of.make(2, 2, { root = root })
+    workers = fleet.new(slices, { connect = connect, retry_for = 2 })
+    said = {}
+  end)
+
+  after_each(function()
+    for _, machine in pairs(machines) do
+      machine:kill_all()
+    end
+    workers:close()
+    local deadline = uv.hrtime() + 5e9
+    for _, machine in pairs(machines) do
+      while next(machine:processes()) and uv.hrtime() < deadline do
+        task.sleep(0.02)
+      end
+    end
+    for name, value in pairs(saved) do
+      if value then
+        uv.os_setenv(name, value)
+      else
+        uv.os_unsetenv(name)
+      end
+    end
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  local function settings(command, more)
+    local options = {
+      fleet = workers,
+      run = "r1",
+      command = command,
+      recipe = "multihost_runner",
+      json = true,
+      failure_grace = 1,
+      grace = 20,
+      success = "Multihost runner finished successfully!",
+      progress = {
+        say = function(_, format, ...)
+          said[#said + 1] = format:format(...)
+        end,
+        status = function() end,
+      },
+      on_interrupt = function(given)
+        handler = given
+        return function()
+          handler = nil
+        end
+      end,
+    }
+    for name, value in pairs(more or {}) do
+      options[name] = value
+    end
+    return options
+  end
+
+  local function text()
+    return table.concat(said, "\n")
+  end
+
+  --- Sends signals to the handler, each when its condition holds.
+  local function run_with(options, steps, run)
+    local result
+    task.all({
+      function()
+        result = (run or launch.run)(options)
+      end,
+      function()
+        for _, step in ipairs(steps) do
+          local deadline = uv.hrtime() + 20e9
+          while not step.when() do
+            assert(uv.hrtime() < deadline, "a condition did not come about: " .. text())
+            task.sleep(0.02)
+          end
+          step.act()
+        end
+      end,
+    })
+    return result
+  end
+
+  local function log_has(slice, worker, pattern)
+    return function()
+      local file = io.open(("%s/r1/output_slice_%04d_worker_%04d.txt"):format(root, slice, worker))
+      local all = file and file:read("a") or ""
+      if file then
+        file:close()
+      end
+      return all:find(pattern) ~= nil
+    end
+  end
+
+  local function signal(name)
+    return function()
+      assert.is_true(handler(name, 1))
+    end
+  end
+
+  local function trainer(options)
+    return ("python3 %s --checkpoint_dir %s/shared --step-time 0.02 %s"):format(TRAINER, root, options)
+  end
+
+  it("says the lines people look for when all is well, and keeps the logs under their names", function()
+    local result = launch.run(settings("echo hello from $CIRANDA_SLICE_ID"))
+    assert.same({ 0, "done" }, { result.status, result.kind })
+    assert.equal("Multihost runner finished successfully!", result.message)
+    assert.matches(("Running main command, logs located in: %s/r1/"):format(root), text(), 1, true)
+    assert.is_nil(text():find("failed", 1, true))
+    assert.is_true(log_has(0, 0, "^hello from 0\n$")())
+    assert.is_true(log_has(1, 1, "^hello from 1\n$")())
+    local state = journal.read("r1")
+    assert.equal(0, #state.runners)
+    assert.equal("done", state.attempts[1].ended.kind)
+  end)
+
+  it("names the worker that was killed first of all, and gives 137", function()
+    local result =
+      run_with(settings(trainer("--steps 10000"), { checkpoint_directory = root .. "/shared" }), {
+        {
+          when = log_has(1, 0, "completed step: 3"),
+          act = function()
+            local killed = 0
+            for pid, line in pairs(machines["1.0"]:processes()) do
+              if line:find("python3%S* %S*train%.py") then
+                uv.kill(pid, 9)
+                killed = killed + 1
+              end
+            end
+            assert.equal(1, killed)
+          end,
+        },
+      })
+    assert.same({ 137, "user" }, { result.status, result.kind })
+    local first
+    for _, line in ipairs(said) do
+      if line:lower():find("fail") or line:find("SIGKILL") then
+        first = line
+        break
+      end
+    end
+    assert.equal(
+      "Main command failed on slice 1 worker 0 with error code 137 (SIGKILL), see logs for details",
+      first
+    )
+    assert.matches("First cause: slice 1 worker 0", text(), 1, true)
+    assert.matches("Last step on disk: none", text(), 1, true)
+    assert.matches("steps lost (the logs had reached step", text(), 1, true)
+    assert.matches(("check the logs located in: %s/r1/"):format(root), text(), 1, true)
+  end)
+
+  it("gives the status of the worker that left with 7, and tells the steps on disk and lost", function()
+    local options =
+      trainer("--steps 10000 --save-every 10 --variant dies-early --variant-rank 2 --die-at-step 15")
+    local result =
+      launch.run(settings(options .. " --die-status 7", { checkpoint_directory = root .. "/shared" }))
+    assert.equal(7, result.status)
+    assert.matches("failed on slice 1 worker 0 with error code 7, see logs", text(), 1, true)
+    assert.matches("Last step on disk: 9 in", text(), 1, true)
+    assert.matches("5 steps lost (the logs had reached step 14)", text(), 1, true)
+  end)
+
+  it("saves and stops on SIGTERM: all at one step, status 143", function()
+    local result =
+      run_with(settings(trainer("--steps 100000"), { checkpoint_directory = root .. "/shared" }), {
+        { when = log_has(1, 1, "completed step: 5"), act = signal("SIGTERM") },
+      })
+    assert.same({ 143, "interrupted" }, { result.status, result.kind })
+    local step = text():match("saved: step (%d+) is on disk")
+    assert.is_not_nil(step, text())
+    assert.is_not_nil(uv.fs_stat(("%s/shared/%s"):format(root, step)))
+    for _, place in ipairs({ { 0, 0 }, { 0, 1 }, { 1, 0 }, { 1, 1 } }) do
+      assert.is_true(log_has(place[1], place[2], "saved step " .. step)())
+    end
+    assert.matches("Stopped: slice[0-1]/worker[0-1] ended with 0", text(), 1, true)
+    assert.equal(math.tointeger(tonumber(step)), journal.read("r1").attempts[1].saved)
+    assert.equal("interrupted", journal.read("r1").attempts[1].ended.kind)
+  end)
+
+  it("says not saved of one that ignores TERM, whatever its status", function()
+    local command = trainer("--steps 100000 --variant ignores-term --save-every 5")
+    local result = run_with(settings(command, { checkpoint_directory = root .. "/shared", grace = 0.5 }), {
+      { when = log_has(0, 0, "completed step: 7"), act = signal("SIGINT") },
+    })
+    assert.same({ 130, "interrupted" }, { result.status, result.kind })
+    assert.matches("by SIGKILL: the grace was over", text(), 1, true)
+  end)
+
+  it("says not saved of one that leaves with 0 without a save", function()
+    local command = trainer("--steps 100000 --variant exits-0-without-save")
+    local result = run_with(settings(command, { checkpoint_directory = root .. "/shared" }), {
+      { when = log_has(0, 0, "completed step: 3"), act = signal("SIGTERM") },
+    })
+    assert.equal(143, result.status)
+    assert.matches("not saved: there is no finished step", text(), 1, true)
+  end)
+
+  it("says saved of one that leaves with 1 after a save", function()
+    local command = trainer("--steps 100000 --variant exits-1-after-save")
+    run_with(settings(command, { checkpoint_directory = root .. "/shared" }), {
+      { when = log_has(0, 0, "completed step: 3"), act = signal("SIGTERM") },
+    })
+    assert.matches("saved: step %d+ is on disk", text())
+    assert.is_nil(text():find("not saved", 1, true))
+    assert.matches("ended with 1,", text(), 1, true)
+  end)
+
+  it("says not saved of a save that took longer than the grace", function()
+    local command = trainer("--steps 100000 --variant slow-saver --save-seconds 20")
+    local result = run_with(settings(command, { checkpoint_directory = root .. "/shared", grace = 1.5 }), {
+      { when = log_has(0, 0, "completed step: 3"), act = signal("SIGTERM") },
+    })
+    assert.equal(143, result.status)
+    assert.matches("not saved", text(), 1, true)
+  end)
+
+  it(
+    "leaves on the second signal, and attach takes the job up again: no byte lost, no second start",
+    function()
+      local command = "echo run >> ../runs; for i in $(seq 60); do echo line $i; sleep 0.05; done"
+      local result = run_with(settings(command), {
+        { when = log_has(0, 0, "line 5\n"), act = signal("SIGHUP") },
+      })
+      assert.same({ 129, "detached" }, { result.status, result.kind })
+      assert.matches("ciranda attach r1", result.message, 1, true)
+      assert.is_nil(journal.read("r1").attempts[1].ended)
+      workers:close()
+      said = {}
+      local options = settings(nil)
+      options.connect_options = { connect = connect, retry_for = 2 }
+      result = launch.attach(options)
+      assert.same({ 0, "done" }, { result.status, result.kind })
+      local expected = {}
+      for line = 1, 60 do
+        expected[line] = "line " .. line .. "\n"
+      end
+      for address, machine in pairs(machines) do
+        local file = io.open(machine.home .. "/runs")
+        assert.equal("run\n", file:read("a"))
+        file:close()
+        file = io.open(
+          ("%s/r1/output_slice_%04d_worker_%04d.txt"):format(root, address:sub(1, 1), address:sub(3, 3))
+        )
+        assert.equal(table.concat(expected), file:read("a"))
+        file:close()
+      end
+      -- Now it has ended, and says so.
+      local ok, e = pcall(launch.attach, options)
+      assert.is_false(ok)
+      assert.matches("run r1 has ended: done, exit status 0", e.message, 1, true)
+    end
+  )
+
+  it("starts what a runner that died in the middle of the go had not started", function()
+    local result = run_with(settings("echo run >> ../runs; sleep 1"), {
+      {
+        when = function()
+          return uv.fs_stat(machines["1.1"].home .. "/runs") and handler
+        end,
+        act = signal("SIGHUP"),
+      },
+    })
+    assert.equal(129, result.status)
+    -- As if the go had never reached worker 1.1: its attempt is staged, nothing is started there.
+    local machine = machines["1.1"]
+    machine:kill_all()
+    task.sleep(0.3)
+    local attempt = journal.read("r1").attempts[1].attempt
+    local directory = ("%s/.ciranda/r1/%s"):format(machine.home, attempt)
+    os.execute(
+      ("cd '%s' && rm -rf started exit log pid state control output leader exit.new; rm '%s/runs'"):format(
+        directory,
+        machine.home
+      )
+    )
+    workers:close()
+    local options = settings(nil)
+    options.connect_options = { connect = connect, retry_for = 2 }
+    result = launch.attach(options)
+    assert.equal(0, result.status)
+    local file = io.open(machine.home .. "/runs")
+    assert.equal("run\n", file:read("a"))
+    file:close()
+  end)
+
+  it("says staging when nothing was started, and deadline when that was the reason", function()
+    machines["1.1"].refuses = { code = "hostkey", message = "the host key has changed" }
+    local result = launch.run(settings("true"))
+    assert.same({ 1, "staging" }, { result.status, result.kind })
+    assert.matches("the host key has changed", text(), 1, true)
+    machines["1.1"].refuses = nil
+    machines["1.1"].hang = function(command)
+      return command:find("tar -xf", 1, true) ~= nil
+    end
+    result = launch.run(settings("true", { stage_timeout = 1 }))
+    assert.same({ 124, "deadline" }, { result.status, result.kind })
+    assert.matches("slice 1 worker 1", text(), 1, true)
+  end)
+
+  it("takes the same name again as a new attempt", function()
+    assert.equal(0, launch.run(settings("echo one")).status)
+    assert.equal(0, launch.run(settings("echo two")).status)
+    assert.is_true(log_has(0, 1, "^two\n$")())
+    local attempts = journal.read("r1").attempts
+    assert.equal(2, #attempts)
+    local file = io.open(
+      ("%s/state/ciranda/runs/r1/%s/output_slice_0000_worker_0001.txt"):format(root, attempts[1].attempt)
+    )
+    assert.equal("one\n", file:read("a"))
+    file:close()
+  end)
+
+  it("shows what other workers print when it looks like a failure, and everything on request", function()
+    local command = [[
+      echo quiet $CIRANDA_PROCESS_ID
+      if [ $CIRANDA_PROCESS_ID = 3 ]; then echo 'Traceback (most recent call last):'; echo '  File "x.py"'; fi
+    ]]
+    launch.run(settings(command))
+    assert.matches("slice1/worker1: Traceback", text(), 1, true)
+    assert.matches('slice1/worker1:   File "x.py"', text(), 1, true)
+    assert.is_nil(text():find("quiet", 1, true))
+    said = {}
+    launch.run(settings("echo same", { show = "all" }))
+    assert.matches("slice[0-1]/worker[0-1]: same", text(), 1, true)
+  end)
+
+  it("refuses a link directory that is not ours", function()
+    local file = assert(io.open(root .. "/r1", "w"))
+    file:close()
+    local ok, e = pcall(launch.run, settings("true"))
+    assert.is_false(ok)
+    assert.equal("permission", e.code)
+    assert.equal(0, #journal.read("r1").runners)
+  end)
+end)
