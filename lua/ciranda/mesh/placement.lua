@@ -314,18 +314,19 @@ function M.split(devices, by_process, sorted)
       devices:repr(1)
     )
   end
-  local parts, keys = {}, {}
+  local parts, counts, keys = {}, {}, {}
   for index = 1, devices.count do
     local value = key[index]
-    local part = parts[value]
-    if part then
-      part[#part + 1] = index
-    elseif value == nil then
-      fault.jax("AttributeError", "device %s has no slice_index", devices:repr(index))
-    else
-      parts[value] = { index }
+    local count = counts[value]
+    if not count then
+      if value == nil then
+        fault.jax("AttributeError", "device %s has no slice_index", devices:repr(index))
+      end
+      parts[value], count = {}, 0
       keys[#keys + 1] = value
     end
+    parts[value][count + 1] = index
+    counts[value] = count + 1
   end
   if sorted then
     table.sort(keys)

@@ -115,7 +115,7 @@ function M.generation_of(name)
       return generation
     end
   end
-  return M.generations[ALIASES[plain]]
+  return M.generations[ALIASES[prefix] or ALIASES[plain]]
 end
 
 --- Types of a generation whose size is nearest, smaller and larger ones.

@@ -65,7 +65,7 @@ local function integers(list)
   return out
 end
 
-local function place(case, rules)
+local function place(case, rules, one_by_one)
   if case.case then
     assert.are.equal("ragged: slice1 has 3 devices", case.case)
     local list = {}
@@ -92,6 +92,9 @@ local function place(case, rules)
     cores = math.tointeger(case.cores),
     slices = math.tointeger(case.num_slices or 1),
   })
+  if one_by_one then
+    devices = devices:as_list()
+  end
   if case.fn == "create_device_mesh" then
     return placement.create_device_mesh(
       integers(case.mesh_shape),
@@ -105,6 +108,32 @@ local function place(case, rules)
     should_sort_granules_by_key = case.sort,
     jax = rules,
   })
+end
+
+local function compare(case, made)
+  assert.are.equal(case.crc32_i4le, crc(made.ids))
+  assert.are.same(integers(case.head), table.move(made.ids, 1, #case.head, 1, {}))
+  if case.ids then
+    assert.are.same(flatten(case.ids, {}), made.ids)
+  end
+  if case.shape then
+    assert.are.same(integers(case.shape), made.shape)
+  end
+  if case.handler_used ~= nil then
+    assert.are.equal(case.handler_used, made.handler ~= nil)
+  end
+  if case.slice_index_head then
+    local slices = {}
+    for index = 1, #case.slice_index_head do
+      slices[index] = made.devices:device(made.slots[index]).slice_index
+    end
+    assert.are.same(integers(case.slice_index_head), slices)
+  end
+  if case.nd_assignment and made.assignment then
+    for row, sizes in ipairs(case.nd_assignment) do
+      assert.are.same(integers(sizes), made.assignment[row])
+    end
+  end
 end
 
 describe("placements computed by jax", function()
@@ -127,35 +156,15 @@ describe("placements computed by jax", function()
       table.concat(case.mesh_shape or case.ici or {}, ",")
     )
     it(name, function()
-      local ok, made = pcall(place, case, rules)
-      if case.error then
-        assert.is_false(ok)
-        assert.are.equal(case.error, made.exception)
-        assert.are.equal(case.message, made.message)
-        return
-      end
-      assert(ok, made)
-      assert.are.equal(case.crc32_i4le, crc(made.ids))
-      assert.are.same(integers(case.head), table.move(made.ids, 1, #case.head, 1, {}))
-      if case.ids then
-        assert.are.same(flatten(case.ids, {}), made.ids)
-      end
-      if case.shape then
-        assert.are.same(integers(case.shape), made.shape)
-      end
-      if case.handler_used ~= nil then
-        assert.are.equal(case.handler_used, made.handler ~= nil)
-      end
-      if case.slice_index_head then
-        local slices = {}
-        for index = 1, #case.slice_index_head do
-          slices[index] = made.devices:device(made.slots[index]).slice_index
-        end
-        assert.are.same(integers(case.slice_index_head), slices)
-      end
-      if case.nd_assignment and made.assignment then
-        for row, sizes in ipairs(case.nd_assignment) do
-          assert.are.same(integers(sizes), made.assignment[row])
+      for _, one_by_one in ipairs({ false, true }) do
+        local ok, made = pcall(place, case, rules, one_by_one)
+        if case.error then
+          assert.is_false(ok)
+          assert.are.equal(case.error, made.exception)
+          assert.are.equal(case.message, made.message)
+        else
+          assert(ok, made)
+          compare(case, made)
         end
       end
     end)
