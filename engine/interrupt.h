@@ -1,9 +1,10 @@
 /*
  * interrupt.h - signals of the process, and turns of the loop that take too long.
  *
- * A signal is recorded by its handler and told to Lua on the loop (engine.on_signal). When the loop does not come
- * round because Lua code is running, a watchdog thread makes the main thread set a hook on the running state, which
- * raises there. A turn that runs longer than CIR_LONG_TURN_MS is reported to Lua with the culprit's traceback.
+ * A signal is recorded by its handler and told to Lua on the loop (engine.on_signal). When the loop
+ * does not come round because Lua code is running, a watchdog thread makes the main thread set a
+ * hook on the running state, which raises there. A turn that runs longer than CIR_LONG_TURN_MS is
+ * reported to Lua with the culprit's traceback.
  */
 #ifndef CIR_INTERRUPT_H
 #define CIR_INTERRUPT_H
@@ -14,7 +15,8 @@
 void cir_turn_begin(cir_runtime *rt);
 void cir_turn_end(cir_runtime *rt, lua_State *L);
 
-/* Start the watchdog and take the async handle of the loop. Called once. Returns 0 or a libuv error. */
+/* Start the watchdog and take the async handle of the loop. Called once. Returns 0 or a libuv
+ * error. */
 int cir_interrupt_start(cir_runtime *rt);
 
 /* Give signals back to their defaults, end the watchdog, close the async handle. */

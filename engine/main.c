@@ -1,13 +1,14 @@
 /*
- * main.c - the program. Everything a user sees of the command line is Lua (ciranda.cli.main); only where the built-in
- * modules are read from must be known before there is any Lua.
+ * main.c - the program. Everything a user sees of the command line is Lua (ciranda.cli.main); only
+ * where the built-in modules are read from must be known before there is any Lua.
  */
 #include "host.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* The directory given with --lua-dir (before the first word that is no option) or CIRANDA_LUA_DIR; else NULL. */
+/* The directory given with --lua-dir (before the first word that is no option) or CIRANDA_LUA_DIR;
+ * else NULL. */
 static const char *lua_directory(int argc, char **argv) {
   static const char flag[] = "--lua-dir";
   const size_t length = sizeof flag - 1;
@@ -24,7 +25,8 @@ static const char *lua_directory(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-  /* Name look-ups share libuv's pool; its default of 4 threads lets a few dead names hold up the rest. */
+  /* Name look-ups share libuv's pool; its default of 4 threads lets a few dead names hold up the
+   * rest. */
   setenv("UV_THREADPOOL_SIZE", "16", 0);
   return cir_main(argc, argv, lua_directory(argc, argv));
 }
