@@ -316,8 +316,8 @@ static bool step_close(cir_ssh_channel *channel) {
 static bool step(cir_ssh_channel *channel, bool *over) {
   bool progress = false;
   *over = false;
-  if (channel->state == CIR_SSH_RUNNING)
-    progress = step_signals(channel) || progress;
+  if (channel->state == CIR_SSH_RUNNING || channel->state == CIR_SSH_CLOSING)
+    progress = step_signals(channel) || progress; /* a last TERM still goes before the close */
   if (channel->state == CIR_SSH_RUNNING)
     progress = step_writes(channel) || progress;
   if (channel->state == CIR_SSH_RUNNING)

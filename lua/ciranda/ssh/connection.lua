@@ -4,7 +4,9 @@ local channels = require("ciranda.ssh.channel")
 local errors = require("ciranda.io.error")
 local log = require("ciranda.io.log")
 local scheduler = require("ciranda.task.scheduler")
+local sftp = require("ciranda.ssh.sftp")
 local task = require("ciranda.task")
+local transfer = require("ciranda.ssh.transfer")
 
 local M = {}
 
@@ -384,6 +386,51 @@ function Connection:exec(command, options)
     })
   end
   error(result, 0)
+end
+
+--- Start an SFTP client: `local files <close> = connection:sftp()`. See ciranda.ssh.sftp.
+---@async
+---@return ciranda.ssh.Sftp
+--- Raises `refused` (the server has no SFTP), `protocol`, `timeout`, or what ended the connection.
+function Connection:sftp()
+  return sftp.open(self, transfer.START_TIMEOUT)
+end
+
+--- Send a file, or data, to a path there. See ciranda.ssh.transfer.
+---@async
+---@param source string|{ data: string }
+---@param remote string
+---@param options ciranda.ssh.TransferOptions?
+function Connection:put(source, remote, options)
+  return transfer.put(self, source, remote, options)
+end
+
+--- Fetch a file from there; without a target its content is returned.
+---@async
+---@param remote string
+---@param target string?
+---@param options ciranda.ssh.TransferOptions?
+---@return string
+function Connection:get(remote, target, options)
+  return transfer.get(self, remote, target, options)
+end
+
+--- Send everything in a directory.
+---@async
+---@param directory string
+---@param remote string
+---@param options ciranda.ssh.TreeOptions?
+function Connection:put_tree(directory, remote, options)
+  return transfer.put_tree(self, directory, remote, options)
+end
+
+--- Fetch everything in a directory there.
+---@async
+---@param remote string
+---@param directory string
+---@param options ciranda.ssh.TreeOptions?
+function Connection:get_tree(remote, directory, options)
+  return transfer.get_tree(self, remote, directory, options)
 end
 
 --- Ask the server for signs of life: an interval without a byte from it is asked about, and after `count` unanswered
