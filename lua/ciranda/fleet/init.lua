@@ -29,6 +29,7 @@ local NEW_OPTIONS = {
   host_key_policy = true,
   port = true,
   timeouts = true,
+  config = true,
   internal_ip = true,
   retry_for = true,
   handshakes = true,
@@ -70,7 +71,7 @@ Fleet.__index = Fleet
 
 --- A fleet of these slices' workers.
 ---@param slices ciranda.Slice[] from a provider
----@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts: as for `ssh.connect`;
+---@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config: as for `ssh.connect`;
 ---  internal_ip (true: internal addresses only, false: external only, nil: the external one if it answers);
 ---  retry_for (seconds, 30); handshakes (64 at once); connect (in place of `ssh.connect`);
 ---  on_address(worker, "external"|"internal")

@@ -21,6 +21,7 @@ local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", 
 ---@field host_key_policy string?
 ---@field port integer?
 ---@field timeouts table?
+---@field config string|false|nil ssh_config in place of the default ones
 ---@field internal_ip boolean? true: internal addresses only; nil: the external one, if it answers
 ---@field retry_for number seconds during which a failing connect is tried again
 ---@field handshakes ciranda.task.Semaphore how many handshakes run at once
@@ -87,10 +88,13 @@ end
 ---@private
 function Link:dial(place)
   local worker, settings = self.worker, self.settings
+  -- The name is what ssh_config and known_hosts are asked about; an address is given apart only where it differs, so
+  -- that a HostName in ssh_config counts for hosts that were named.
+  local host = worker.hostname or worker.name or place.address
   return settings.handshakes:with(function()
     return settings.connect({
-      host = worker.hostname or worker.name or place.address,
-      address = place.address,
+      host = host,
+      address = place.address ~= host and place.address or nil,
       port = worker.port or settings.port,
       user = worker.user or settings.user,
       keys = settings.keys,
@@ -99,6 +103,7 @@ function Link:dial(place)
       known_hosts = settings.known_hosts,
       host_key_policy = settings.host_key_policy,
       timeouts = settings.timeouts,
+      config = settings.config,
     })
   end)
 end

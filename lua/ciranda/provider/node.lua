@@ -3,6 +3,7 @@
 -- The exact name wins and is then alone; else `PREFIX-<digits>`, ordered by number. The number is the slice's
 -- own: a gap stays a gap.
 local err = require("ciranda.io.error")
+local task = require("ciranda.task")
 
 local M = {}
 
@@ -182,20 +183,45 @@ function M.problem(slices)
     or differs("more than one queued resource", "queued_resource")
 end
 
---- The slices of all nodes with a prefix.
----@param options { client: table, prefix: string, pins: boolean? } client: from `gcp.tpu`; pins: read the host
----  keys from the guest attributes (true)
+--- Guest attributes that cannot be had are not a failure of the fleet: a policy may forbid them. Then known_hosts
+--- decides whether a host key is right.
+local NO_ATTRIBUTES = { "not_found", "permission", "unsupported", "precondition", "invalid" }
+
+--- Makes slices of nodes, reading each one's guest attributes (host keys, host names) at once.
+---@async
+---@param tpu ciranda.gcp.Tpu
+---@param found { node: table, index: integer }[]
+---@param pins boolean? false: leave the guest attributes alone
 ---@return ciranda.Slice[]
--- Raises "usage" for an empty prefix, "not_found" when no node has it.
+function M.with_pins(tpu, found, pins)
+  return task.map(found, function(entry)
+    local attributes
+    if pins ~= false and entry.node.state == "READY" then
+      local ok, answer = pcall(tpu.guest_attributes, tpu, M.short_name(entry.node.name))
+      if ok then
+        attributes = answer
+      elseif not err.is(answer, table.unpack(NO_ATTRIBUTES)) then
+        error(answer, 0)
+      end
+    end
+    return M.slice(entry.node, entry.index, attributes)
+  end, 16)
+end
+
+--- The slices of all nodes with a name or prefix.
+---@async
+---@param options { tpu: ciranda.gcp.Tpu, prefix: string, pins: boolean? } pins: read the host keys from the guest
+---  attributes (true)
+---@return ciranda.Slice[]
+-- Raises "usage" for an empty prefix, "not_found" when no node has it, and what the API's calls raise.
 function M.slices(options)
-  err.check_options(options, { client = true, prefix = true, pins = true }, "provider.node")
-  local prefix = options.prefix
+  err.check_options(options, { tpu = true, prefix = true, pins = true }, "provider.node")
+  local prefix, tpu = options.prefix, options.tpu
   if type(prefix) ~= "string" or prefix == "" then
     -- An empty prefix would name every node of the project.
     err.raise({ code = "usage", op = "provider.node", message = "the name or prefix of the nodes is empty" })
   end
-  local client = options.client
-  local nodes = client:list_nodes()
+  local nodes = tpu:list_nodes()
   local found = M.matching(nodes, prefix)
   if #found == 0 then
     local names = {}
@@ -207,39 +233,21 @@ function M.slices(options)
       code = "not_found",
       op = "provider.node",
       target = prefix,
-      message = ("no TPU node is called %s or %s-<number> in zone %s of project %s%s"):format(
+      message = ("no TPU node is called %s or %s-<number> in zone %s of project %s; %s"):format(
         prefix,
         prefix,
-        client.zone,
-        client.project,
-        #names > 0 and "; there are " .. table.concat(names, ", ", 1, math.min(#names, 20))
-          or "; there are none"
+        tpu.zone,
+        tpu.project,
+        #names == 0 and "there are none"
+          or ("there %s %s%s"):format(
+            #names == 1 and "is" or "are",
+            table.concat(names, ", ", 1, math.min(#names, 20)),
+            #names > 20 and (" and %d more"):format(#names - 20) or ""
+          )
       ),
     })
   end
-  return M.with_pins(client, found, options.pins)
-end
-
---- Makes slices of nodes, reading each one's guest attributes at once.
----@param client table
----@param found { node: table, index: integer }[]
----@param pins boolean?
----@return ciranda.Slice[]
-function M.with_pins(client, found, pins)
-  local task = require("ciranda.task")
-  return task.map(found, function(entry)
-    local attributes
-    if pins ~= false and entry.node.state == "READY" then
-      local ok, answer = pcall(client.guest_attributes, client, M.short_name(entry.node.name))
-      if ok then
-        attributes = answer
-      elseif not err.is(answer, "not_found", "permission", "unsupported", "precondition") then
-        -- A policy may forbid guest attributes: then known_hosts decides. Anything else is a failure.
-        error(answer, 0)
-      end
-    end
-    return M.slice(entry.node, entry.index, attributes)
-  end, 16)
+  return M.with_pins(tpu, found, options.pins)
 end
 
 return M

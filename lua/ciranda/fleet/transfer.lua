@@ -1,0 +1,107 @@
+--- Files to and from every worker of a fleet.
+local archive = require("ciranda.fleet.archive")
+local crypto = require("ciranda.io.crypto")
+local err = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+
+local M = {}
+
+--- Seconds that unpacking may take.
+local UNPACK = 600
+
+---@param text string
+---@return string one word for sh
+local function quote(text)
+  return "'" .. text:gsub("'", "'\\''") .. "'"
+end
+
+--- A directory goes as one archive that is made once and unpacked on every worker.
+---@param fleet ciranda.Fleet
+---@param source string
+---@param destination string
+---@param limit integer?
+---@return ciranda.fleet.Results
+local function push_directory(fleet, source, destination, limit)
+  local temporary = fs.tempdir("ciranda-push")
+  local cleanup <close> = setmetatable({}, {
+    __close = function()
+      fs.remove_tree(temporary)
+    end,
+  })
+  local _ = cleanup
+  local manifest = archive.walk(source, function()
+    return "keep"
+  end)
+  archive.write(manifest, temporary .. "/push.tar.gz")
+  local remote = (".ciranda-push-%s.tar.gz"):format(crypto.hex(crypto.random(6)))
+  local script = ("mkdir -p %s && tar -xzpf %s --no-same-owner -C %s; status=$?; rm -f %s; exit $status"):format(
+    quote(destination),
+    remote,
+    quote(destination),
+    remote
+  )
+  return fleet:gather_results(function(_, link)
+    return link:use(function(connection)
+      connection:put(manifest.archive, remote, { mode = 384 })
+      local answer = connection:exec("sh -c " .. quote(script), { timeout = UNPACK })
+      return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
+    end)
+  end, limit)
+end
+
+--- See `fleet:push`.
+---@async
+---@param fleet ciranda.Fleet
+---@param source string
+---@param destination string
+---@param options { mode: integer?, limit: integer? }
+---@return ciranda.fleet.Results
+function M.push(fleet, source, destination, options)
+  err.check_options(options, { mode = true, limit = true }, "fleet:push", 3)
+  local stat = fs.stat(source)
+  if stat.type == "directory" then
+    if options.mode then
+      err.misuse(3, "fleet:push: 'mode' is for a file, and %s is a directory", source)
+    end
+    return push_directory(fleet, source, destination, options.limit)
+  end
+  return fleet:gather_results(function(_, link)
+    link:use(function(connection)
+      connection:put(source, destination, { mode = options.mode })
+    end)
+    return { code = 0, stdout = "", stderr = "" }
+  end, options.limit)
+end
+
+--- See `fleet:pull`.
+---@async
+---@param fleet ciranda.Fleet
+---@param source string
+---@param directory string
+---@param options { limit: integer? }
+---@return ciranda.fleet.Results
+function M.pull(fleet, source, directory, options)
+  err.check_options(options, { limit = true }, "fleet:pull", 3)
+  local name = source:gsub("/+$", ""):match("[^/]+$")
+  if not name or name == ".." or name == "." then
+    err.misuse(3, "fleet:pull: %q names no file", source)
+  end
+  return fleet:gather_results(function(worker, link)
+    local own = ("%s/slice_%04d_worker_%04d"):format(directory, worker.slice, worker.index)
+    fs.mkdir_p(own)
+    local path = own .. "/" .. name
+    link:use(function(connection)
+      local ok, problem = pcall(connection.get, connection, source, path)
+      if not ok then
+        if not err.is(problem, "invalid") then
+          error(problem, 0)
+        end
+        -- It is a directory.
+        connection:get_tree(source, path)
+      end
+    end)
+    return { code = 0, stdout = "", stderr = "", path = path }
+  end, options.limit)
+end
+
+return M

@@ -1,0 +1,269 @@
+local errors = require("ciranda.io.error")
+local fleets = require("ciranda.fleet")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+
+describe("fleet", function()
+  local root, machines, slices, connect, fleet
+
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/fleet-XXXXXX")
+    slices, connect, machines = machines_of.make(2, 2, { root = root })
+    fleet = fleets.new(slices, { connect = connect, retry_for = 1 })
+  end)
+
+  after_each(function()
+    fleet:close()
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  it("runs a command on all, results in order", function()
+    local results = fleet:run("echo $HOME; echo oops >&2; cat", { stdin = "fed" }):check()
+    assert.equal(4, #results)
+    for place, address in ipairs({ "0.0", "0.1", "1.0", "1.1" }) do
+      assert.equal(machines[address].home .. "\nfed", results[place].stdout)
+      assert.equal("oops\n", results[place].stderr)
+      assert.equal(0, results[place].code)
+      assert.equal(address, results[place].worker.address)
+    end
+  end)
+
+  it("gives exit statuses and signals as data, and raises them on request", function()
+    local results = fleet:run("case $HOME in *0.1) exit 3;; *1.0) kill -9 $$;; esac")
+    assert.same({ 0, 3, 0 }, { results[1].code, results[2].code, results[4].code })
+    assert.equal("KILL", results[3].signal)
+    assert.is_nil(results[3].code)
+    assert.is_false(results:ok())
+    assert.equal(3, results:status())
+    assert.equal(2, #results:failures())
+    local ok, e = pcall(results.check, results)
+    assert.is_false(ok)
+    assert.equal("failed", e.code)
+    assert.matches(
+      "2 of 4 workers failed (slice0/worker1,slice1/worker0); slice 0 worker 1: exit status 3",
+      e.message,
+      1,
+      true
+    )
+    assert.equal(137, fleet:select("slice1"):run("kill -9 $$"):status())
+  end)
+
+  it("gives a worker that cannot be reached as an error of its own, and the others' results", function()
+    machines["1.0"].refuses = { code = "auth", message = "no key was accepted" }
+    local results = fleet:run("echo hi")
+    assert.equal("hi\n", results[1].stdout)
+    assert.equal("auth", results[3].err.code)
+    assert.equal("hi\n", results[4].stdout)
+    local ok, e = pcall(results.check, results)
+    assert.is_false(ok)
+    assert.equal("auth", e.code)
+  end)
+
+  it("never runs a command again when its connection breaks", function()
+    machines["0.0"].cut = function()
+      return "after"
+    end
+    local results = fleet:run("echo x >> ran; echo done")
+    assert.equal("reset", results[1].err.code)
+    local file = io.open(machines["0.0"].home .. "/ran")
+    assert.equal("x\n", file:read("a"))
+    file:close()
+    -- The next command has a new connection.
+    machines["0.0"].cut = nil
+    assert.equal("again\n", fleet:run("echo again")[1].stdout)
+  end)
+
+  it("connects once for many commands, and again when the connection is gone", function()
+    fleet:run("true")
+    fleet:select("worker0"):run("true")
+    assert.equal(1, machines["0.0"].connects)
+    machines["0.0"]:break_all()
+    fleet:run("true")
+    fleet:run("true")
+    assert.equal(2, machines["0.0"].connects)
+  end)
+
+  it("connects once when many tasks want a connection at the same time", function()
+    local link = fleet:link(fleet:workers()[1])
+    local calls = {}
+    for place = 1, 10 do
+      calls[place] = function()
+        return link:connection()
+      end
+    end
+    task.all(calls)
+    assert.equal(1, machines["0.0"].connects)
+  end)
+
+  it("tries again while the failure may pass, and names worker and reason when it does not", function()
+    machines["0.1"].down = true
+    task.all({
+      function()
+        task.sleep(0.3)
+        machines["0.1"].down = false
+      end,
+      function()
+        fleet:run("true"):check()
+      end,
+    })
+    assert.is_true(machines["0.1"].connects > 1)
+    fleet:link(fleet:workers()[2]):drop(fleet:link(fleet:workers()[2]):connection())
+    machines["0.1"].down = true
+    local results = fleet:run("true")
+    assert.equal("refused", results[2].err.code)
+    assert.matches("slice 0 worker 1 (0.1)", tostring(results[2].err), 1, true)
+  end)
+
+  it("takes the internal address when the external one does not answer, and says so once it knows", function()
+    local chosen = {}
+    local list = {
+      {
+        index = 0,
+        name = "n",
+        workers = {
+          { slice = 0, index = 0, address = "ext.0", internal_address = "0.0" },
+          { slice = 0, index = 1, address = "ext.1", internal_address = "0.1" },
+        },
+      },
+    }
+    local tried = {}
+    local other <close> = fleets.new(list, {
+      retry_for = 1,
+      connect = function(options)
+        local address = options.address or options.host
+        tried[#tried + 1] = address
+        if address:find("^ext") then
+          errors.raise({ code = "timeout", message = "no answer" })
+        end
+        return connect(options)
+      end,
+      on_address = function(_, kind)
+        chosen[#chosen + 1] = kind
+      end,
+    })
+    other:select("worker0"):run("true"):check()
+    other:select("worker1"):run("true"):check()
+    assert.same({ "internal", "internal" }, chosen)
+    assert.same({ "ext.0", "0.0", "0.1" }, tried)
+  end)
+
+  it("uses one kind of address only when told", function()
+    local list = {
+      {
+        index = 0,
+        name = "n",
+        workers = { { slice = 0, index = 0, address = "x", internal_address = "0.0" } },
+      },
+    }
+    local inside <close> = fleets.new(list, { connect = connect, internal_ip = true })
+    assert.is_true(inside:run("true"):ok())
+  end)
+
+  it("gathers equal answers", function()
+    local groups = fleet:run("case $HOME in *1.1) echo odd;; *) echo same;; esac"):gather()
+    assert.equal("slice0/worker[0-1],slice1/worker0", groups[1].nodes)
+    assert.equal("same\n", groups[1].stdout)
+    assert.equal("slice1/worker1", groups[2].nodes)
+  end)
+
+  it("streams output by worker", function()
+    local got = {}
+    fleet:run("printf a; printf b", {
+      on_stdout = function(worker, bytes)
+        got[worker.address] = (got[worker.address] or "") .. bytes
+      end,
+    })
+    assert.equal("ab", got["1.1"])
+  end)
+
+  it("limits how many run at once", function()
+    local running, most = 0, 0
+    fleet:each(function()
+      running = running + 1
+      most = math.max(most, running)
+      task.sleep(0.02)
+      running = running - 1
+    end, 2)
+    assert.equal(2, most)
+  end)
+
+  it("times a command out on the worker that is slow, and only there", function()
+    local results = fleet:run("case $HOME in *0.1) sleep 30;; esac; echo ok", { timeout = 0.5 })
+    assert.equal("timeout", results[2].err.code)
+    assert.equal("ok\n", results[1].stdout)
+  end)
+
+  it("pushes a file and a directory, and pulls them back", function()
+    os.execute(
+      ("mkdir -p '%s/src/sub'; echo one > '%s/src/a'; echo two > '%s/src/sub/b'; chmod 755 '%s/src/a'"):format(
+        root,
+        root,
+        root,
+        root
+      )
+    )
+    fleet:push(root .. "/src/a", "file.txt", { mode = 384 }):check()
+    fleet:push(root .. "/src", "it's here"):check()
+    local results =
+      fleet:run([[cat file.txt "it's here/sub/b"; stat -c %a file.txt "it's here/a"; ls -A | grep push]])
+    assert.equal("one\ntwo\n600\n755\n", results[4].stdout)
+    local pulled = fleet:pull("file.txt", root .. "/got"):check()
+    local file = io.open(root .. "/got/slice_0001_worker_0001/file.txt")
+    assert.equal("one\n", file:read("a"))
+    file:close()
+    assert.equal(root .. "/got/slice_0000_worker_0000/file.txt", pulled[1].path)
+  end)
+
+  it("names the worker whose file is missing", function()
+    fleet:select("slice0"):push("tests/fixtures/trainer/train.py", "x"):check()
+    local results = fleet:pull("x", root .. "/got")
+    assert.is_nil(results[1].err)
+    assert.equal("not_found", results[3].err.code)
+  end)
+
+  it("connects to one first, so that a wrong key is told once", function()
+    for _, machine in pairs(machines) do
+      machine.refuses = { code = "auth", message = "no key was accepted" }
+    end
+    local ok, e = pcall(fleet.connect, fleet)
+    assert.is_false(ok)
+    assert.equal("auth", e.code)
+    assert.equal(1, machines["0.0"].connects + machines["0.1"].connects + machines["1.0"].connects)
+  end)
+
+  it("refuses options and workers it does not know", function()
+    for _, call in ipairs({
+      function()
+        fleets.new(slices, { usr = "me" })
+      end,
+      function()
+        fleet:run("true", { timeuot = 1 })
+      end,
+      function()
+        fleet:run(3)
+      end,
+      function()
+        fleet:select({ { slice = 9, index = 9 } })
+      end,
+      function()
+        fleets.new("host")
+      end,
+    }) do
+      local ok, e = pcall(call)
+      assert.is_false(ok)
+      assert.equal("misuse", e.code)
+    end
+  end)
+
+  it("is closed as a whole, not by a part of it", function()
+    local part = fleet:select("slice0")
+    part:run("true")
+    part:close()
+    assert.is_true(fleet:run("true"):ok())
+    assert.equal(1, machines["0.0"].connects)
+    fleet:close()
+    assert.equal("closed", fleet:run("true")[1].err.code)
+  end)
+end)
