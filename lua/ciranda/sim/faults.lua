@@ -6,7 +6,7 @@
 --   { kind = "error", method = "nodes.get", status = "UNAVAILABLE", message = , retry_after = , count = 1 }
 --   { kind = "reset" | "truncate" | "hang" | "slow", method = , seconds = , count = }
 --   { kind = "stockout" | "internal" | "quota" | "reservation", name = "qr or node name or nil", slice = , count = }
---   { kind = "ssh_refuse" | "ssh_hang" | "ssh_reset" | "ssh_host_key", name = "node", worker = , count = }
+--   { kind = "ssh_refuse" | "ssh_hang" | "ssh_reset", name = "node", worker = , count = }
 --
 -- `method` is a method's id ("nodes.get", "storage.objects.insert"); "*" or a name ending in "*" fits several.
 
@@ -16,7 +16,7 @@ local M = {}
 
 local CALL_KINDS = { error = true, reset = true, truncate = true, hang = true, slow = true }
 local PROVISION_KINDS = { stockout = true, internal = true, quota = true, reservation = true }
-local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true, ssh_host_key = true }
+local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
 
 ---@class ciranda.sim.Fault
 ---@field id integer

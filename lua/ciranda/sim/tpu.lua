@@ -180,18 +180,8 @@ function Service:serves(path)
   return self.routers[path:match "^/(v2%w*)/projects" or ""] ~= nil
 end
 
---- The method that a request asks for, for the log; nil when there is none.
----@param request table method, path
----@return string?
-function Service:method(request)
-  local version, path = request.path:match "^/(%w+)(/.*)$"
-  local found = version and self.routers[version] and self.routers[version]:match(request.method, path)
-  return found and found.method or nil
-end
-
-local function dispatch(self, request, version, path)
+local function dispatch(self, request, version, route)
   local world = self.world
-  local route = self.routers[version]:match(request.method, path)
   if not route then
     errors.raise("NOT_FOUND", ("Method not found: %s %s"):format(request.method, request.path))
   end
@@ -219,15 +209,18 @@ end
 ---@param request table `method`, `path` (not decoded), `query` (decoded), `headers` (lower-case names), `body`
 ---@return table response `status`, `headers`, `body`
 ---@return ciranda.sim.Fault? fault what is to go wrong with the answer itself
+---@return string? method for the log
 function Service:handle(request)
-  local version, path = request.path:match "^/(%w+)(/.*)$"
-  local results = table.pack(pcall(dispatch, self, request, version, path))
-  if results[1] then
-    return results[2], results[3]
-  elseif errors.is(results[2]) then
-    return M.refusal(results[2]), nil
+  local version, path = request.path:match("^/(%w+)(/.*)$")
+  local route = self.routers[version]:match(request.method, path)
+  local method = route and route.method
+  local ok, response, fault = pcall(dispatch, self, request, version, route)
+  if ok then
+    return response, fault, method
+  elseif errors.is(response) then
+    return M.refusal(response), nil, method
   end
-  return error(results[2], 0)
+  return error(response, 0)
 end
 
 return M

@@ -129,6 +129,8 @@ end
 ---@field seed integer?
 ---@field project string?
 ---@field project_number string?
+---@field zone string? where the client's own machine is
+---@field zone string? where the runner is
 ---@field scale number? how many times faster than the real one the cloud is
 ---@field delays table? replaces entries of DELAYS
 ---@field grace table? replaces entries of GRACE
@@ -149,9 +151,11 @@ function M.new(options)
     machines = options.machines,
     oauth = options.oauth,
     random = random.new(options.seed or 1),
+    zone = options.zone or "us-west4-a",
     project = {
       id = options.project or "simulated-project",
       number = options.project_number or "123456789012",
+      metadata = {},
     },
     catalog = catalog.new(options),
     quota = pool.new(),

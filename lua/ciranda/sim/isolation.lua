@@ -1,0 +1,273 @@
+--- What keeps a simulated worker apart from the machine it runs on.
+--
+-- Where the kernel allows it a worker is a mount, a pid and a host name namespace of its own: its own `/`, /tmp, /home,
+-- /dev with the TPU devices, /etc/passwd, process list and boot id. The programs and libraries are the host's, bound
+-- read-only. An ordinary user reaches that by way of a user namespace; there the worker's root is that user. Where the
+-- kernel does not allow it, workers are directories, and libnss_wrapper gives each its own users and homes.
+--
+-- A worker with namespaces hangs on one process, its pid 1, which lives until its standard input ends: when the
+-- simulator goes away, however it does, the kernel ends everything in the worker.
+
+local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local process = require("ciranda.io.process")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+-- Seconds for a worker to put its file systems together, and for its last process to go.
+M.BOOT_DEADLINE = 30
+M.HALT_DEADLINE = 5
+
+-- $1 root, $2 directory for /etc/ssh, $3 host name, $4 file with the boot id, $5 the simulator's directory, $6 a
+-- directory that all workers share, $7 "ro" to make the host's file systems read-only, and then the device files.
+local BOOT = [[
+set -e
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+root=$1 etc=$2 host=$3 boot_id=$4 state=$5 shared=$6 mode=$7
+shift 7
+read -r init rest < /proc/self/stat
+mount --make-rprivate /
+mkdir -p "$root/proc" "$root/dev" "$root/tmp" "$root/home" "$root/root" "$root/run/sshd" "$root/var"
+chmod 1777 "$root/tmp"
+for path in /*; do
+  name=${path#/}
+  case $name in
+    proc | dev | tmp | home | root | run | mnt | media | boot | lost+found | '*') continue ;;
+  esac
+  if [ -L "$path" ]; then
+    ln -sfn "$(readlink "$path")" "$root/$name"
+  elif [ -d "$path" ]; then
+    mkdir -p "$root/$name"
+    mount --rbind "$path" "$root/$name"
+  fi
+done
+if [ "$mode" = ro ]; then
+  while read -r id parent device from at options; do
+    case $at in
+      "$root"/*) mount -o remount,bind,ro "$(printf '%b' "$at")" 2>/dev/null || failed=$at ;;
+    esac
+  done < /proc/self/mountinfo
+  case $failed in '' | "$root/sys"*) ;; *) echo "cannot make $failed read-only" >&2; exit 1 ;; esac
+fi
+for name in tmp log; do
+  if [ -d "$root/var/$name" ]; then
+    mkdir -p "$root/run/var/$name"
+    mount --bind "$root/run/var/$name" "$root/var/$name"
+  fi
+done
+chmod 1777 "$root/run/var/tmp"
+mount -t proc proc "$root/proc"
+mount -t tmpfs -o mode=755 dev "$root/dev"
+for name in null zero full random urandom tty; do
+  : > "$root/dev/$name"
+  mount --bind "/dev/$name" "$root/dev/$name"
+done
+mkdir "$root/dev/pts" "$root/dev/shm"
+mount --rbind /dev/pts "$root/dev/pts"
+mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+for device; do
+  mkdir -p "$root${device%/*}"
+  : > "$root$device"
+  chmod 666 "$root$device"
+done
+if [ -d "$root$state" ]; then
+  mount -t tmpfs -o mode=755 hidden "$root$state"
+fi
+mkdir -p "$root$shared"
+mount --rbind "$shared" "$root$shared"
+mount --bind "$etc" "$root/etc/ssh"
+for name in passwd group shadow hosts; do
+  if [ -e "$etc/$name" ] && [ -e "$root/etc/$name" ]; then
+    mount --bind "$etc/$name" "$root/etc/$name"
+  fi
+done
+resolver=$(readlink -f /etc/resolv.conf || true)
+case $resolver in
+  /run/*) mkdir -p "$root${resolver%/*}"; cp "$resolver" "$root$resolver" 2>/dev/null || true ;;
+esac
+mount --bind "$boot_id" "$root/proc/sys/kernel/random/boot_id"
+hostname "$host"
+mount --rbind "$root" "$root"
+cd "$root"
+mkdir -p run/old
+pivot_root . run/old
+exec chroot . /bin/sh -c '
+  umount -l /run/old
+  rmdir /run/old
+  echo "ready $0"
+  exec >/dev/null 2>&1
+  cat <&0 >/dev/null &
+  wait $!
+' "$init"
+]]
+
+---@class ciranda.sim.Isolation
+---@field kind string "root" or "user", with namespaces; "none"
+---@field reason string? why there are none
+---@field private script string path of the boot script
+local Isolation = {}
+Isolation.__index = Isolation
+
+---@class ciranda.sim.Place what an Isolation needs to know of a worker
+---@field root string directory that becomes `/`
+---@field etc string directory that becomes /etc/ssh
+---@field hostname string
+---@field boot_id string file
+---@field devices string[] absolute paths, as the worker sees them
+
+local function program(name)
+  for _, directory in ipairs({ "/usr/sbin", "/usr/bin", "/sbin", "/bin" }) do
+    local path = directory .. "/" .. name
+    if uv.fs_access(path, "X") then
+      return path
+    end
+  end
+  return nil
+end
+
+M.program = program
+
+-- Start pid 1 of a worker and wait until the worker is there.
+local function start(self, place)
+  local argv = { program("unshare"), "-m", "-p", "-u", "-f", "--kill-child" }
+  if self.kind == "user" then
+    table.insert(argv, "-U")
+    table.insert(argv, "-r")
+  end
+  for _, word in ipairs({ "/bin/sh", self.script, place.root, place.etc, place.hostname, place.boot_id }) do
+    table.insert(argv, word)
+  end
+  table.insert(argv, self.directory)
+  table.insert(argv, self.shared)
+  table.insert(argv, self.kind == "root" and "ro" or "rw")
+  table.move(place.devices, 1, #place.devices, #argv + 1, argv)
+  argv.stdin, argv.stdout, argv.stderr = process.PIPE, process.PIPE, process.PIPE
+  local init = process.spawn(argv)
+  local ok, pid = pcall(task.timeout, M.BOOT_DEADLINE, function()
+    local text = ""
+    repeat
+      local chunk = init.stdout:read()
+      text = text .. (chunk or "")
+      local found = text:match("ready (%d+)\n")
+      if found then
+        return tonumber(found)
+      end
+    until not chunk
+    local said = ""
+    for chunk in
+      function()
+        return init.stderr:read()
+      end
+    do
+      said = said .. chunk
+    end
+    errors.raise({ code = "failed", message = said:match("([^\n]+)\n?$") or "it ended without a word" })
+  end)
+  if not ok then
+    init:close()
+    error(errors.wrap(pid, { op = "sim.boot", target = place.hostname }), 0)
+  end
+  return { process = init, pid = pid }
+end
+
+--- Find out what this machine allows.
+---@async
+---@param directory string the simulator's own, which exists
+---@param shared string a directory that every worker sees at the same path
+---@param wanted string? "auto" (the default), "none", or "namespaces", which fails where there can be none
+---@return ciranda.sim.Isolation
+function M.probe(directory, shared, wanted)
+  local self = setmetatable({ directory = directory, shared = shared }, Isolation)
+  if wanted == "none" then
+    self.kind, self.reason = "none", "asked for"
+    return self
+  end
+  self.script = directory .. "/boot.sh"
+  fs.write(self.script, BOOT, { mode = 420, sync = false })
+  self.kind = uv.getuid() == 0 and "root" or "user"
+  local reason
+  for _, name in ipairs({ "unshare", "nsenter", "mount", "pivot_root", "chroot" }) do
+    reason = reason or not program(name) and "there is no program " .. name or nil
+  end
+  if not reason then
+    local trial = directory .. "/trial"
+    fs.mkdir_p(trial .. "/etc")
+    fs.mkdir_p(trial .. "/root")
+    fs.write(trial .. "/boot_id", "00000000-0000-0000-0000-000000000000\n", { sync = false })
+    local ok, init = pcall(start, self, {
+      root = trial .. "/root",
+      etc = trial .. "/etc",
+      hostname = "trial",
+      boot_id = trial .. "/boot_id",
+      devices = {},
+    })
+    if ok then
+      self:stop(init)
+    else
+      reason = errors.text(init)
+    end
+    fs.remove_tree(trial)
+  end
+  if reason and wanted == "namespaces" then
+    errors.raise({
+      code = "unsupported",
+      message = "workers cannot have namespaces of their own here: " .. reason,
+    })
+  elseif reason then
+    self.kind, self.reason = "none", reason
+  end
+  return self
+end
+
+--- Boot a worker. Without namespaces there is nothing to do.
+---@async
+---@param place ciranda.sim.Place
+---@return table? init for `stop` and `argv`
+function Isolation:start(place)
+  if self.kind == "none" then
+    return nil
+  end
+  return start(self, place)
+end
+
+--- End a worker and everything in it.
+---@async
+---@param init table?
+function Isolation:stop(init)
+  if not init then
+    return
+  end
+  uv.kill(init.pid, "sigkill")
+  init.process:close()
+end
+
+--- How to run a program in a worker.
+---@param init table? what `start` returned
+---@param argv string[] the program's path and arguments
+---@param as_root boolean as the worker's root, else as whoever runs the simulator
+---@return string[]
+function Isolation:argv(init, argv, as_root)
+  if not init then
+    return argv
+  end
+  local result = { program("nsenter"), "-t", tostring(init.pid), "-m", "-p", "-u" }
+  if self.kind == "user" then
+    table.move({ "-U", "--preserve-credentials" }, 1, 2, #result + 1, result)
+  end
+  if self.kind == "user" and not as_root then
+    local back = {
+      program("unshare"),
+      "-U",
+      ("--map-user=%d"):format(uv.getuid()),
+      ("--map-group=%d"):format(uv.getgid()),
+    }
+    table.move(back, 1, #back, #result + 1, result)
+  end
+  return table.move(argv, 1, #argv, #result + 1, result)
+end
+
+return M

@@ -1,0 +1,146 @@
+--- The process that sees to it that a simulator leaves nothing behind.
+--
+-- It stands between whoever wants a simulator and the simulator. It is a subreaper, so that whatever the workers leave
+-- running, in whatever session, stays among its descendants. When its standard input ends (the program at the other
+-- end has gone, however it went), when it is signalled, or when the simulator ends, it ends every descendant: TERM to
+-- the simulator, which ends its workers; then KILL to all that is left, again and again until nothing is; then it
+-- removes the simulator's directory.
+
+local engine = require("ciranda.core.engine")
+local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local keeper = require("ciranda.core.keeper")
+local process = require("ciranda.io.process")
+local processes = require("ciranda.sim.processes")
+local session = require("ciranda.cli.session")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+-- Seconds that the simulator has to end its workers itself, and that everything has to be gone after KILL.
+local TERM_GRACE = 1.5
+local KILL_DEADLINE = 10
+
+-- Seconds between two looks for adopted children that have ended.
+local REAP_INTERVAL = 2
+
+--- How to start this program again to run a function of one of its modules.
+---@param module string
+---@param ... string arguments
+---@return string[]
+function M.command(module, ...)
+  local argv = { os.getenv("CIRANDA_BINARY") or engine.executable }
+  if engine.lua_dir then
+    table.move({ "--lua-dir", engine.lua_dir }, 1, 2, 2, argv)
+  end
+  local rest = { "eval", ('return require("%s").main(...)'):format(module), ... }
+  return table.move(rest, 1, #rest, #argv + 1, argv)
+end
+
+-- The children that libuv knows: it must collect them itself.
+local function own_children()
+  local own = {}
+  uv.walk(function(handle)
+    if uv.handle_get_type(handle) == "process" then
+      own[handle:get_pid()] = true
+    end
+  end)
+  return own
+end
+
+-- Collect adopted children that have ended.
+local function reap()
+  local own, me = own_children(), uv.os_getpid()
+  for pid, found in pairs(processes.all()) do
+    if found.parent == me and found.state == "Z" and not own[pid] then
+      keeper.reap(pid)
+    end
+  end
+end
+
+-- KILL everything that descends from this process, until nothing does.
+local function kill_descendants()
+  local deadline = uv.now() + KILL_DEADLINE * 1000
+  repeat
+    local left = 0
+    for _, found in ipairs(processes.descendants(uv.os_getpid())) do
+      if found.state ~= "Z" then
+        left = left + 1
+        processes.signal(found, "sigkill")
+      end
+    end
+    reap()
+    if left > 0 then
+      task.sleep(0.02)
+      uv.update_time()
+    end
+  until left == 0 or uv.now() > deadline
+end
+
+-- Set `ended` when standard input ends.
+local function watch_lifeline(ended)
+  local pipe = uv.new_pipe(false)
+  pipe:open(0)
+  pipe:read_start(function(err, data)
+    if err or not data then
+      pipe:close()
+      ended:set()
+    end
+  end)
+  return pipe
+end
+
+local function keep(settings_text, directory, keep_directory)
+  local ended = task.event()
+  local lifeline = watch_lifeline(ended)
+  local remove = session.on_interrupt(function()
+    ended:set()
+    return true
+  end)
+  local argv = M.command("ciranda.sim.simulator", settings_text, tostring(uv.os_getpid()))
+  argv.stdin, argv.stdout, argv.stderr = process.PIPE, process.INHERIT, process.INHERIT
+  local simulator = process.spawn(argv)
+  do
+    local scope <close> = task.scope()
+    local watcher = scope:spawn("the simulator's end", function()
+      simulator:wait()
+      ended:set()
+    end)
+    local reaper = scope:spawn("adopted children", function()
+      while true do
+        task.sleep(REAP_INTERVAL)
+        reap()
+      end
+    end)
+    ended:wait()
+    reaper:cancel("the end")
+    simulator:terminate(TERM_GRACE)
+    watcher:wait()
+  end
+  kill_descendants()
+  remove()
+  if not lifeline:is_closing() then
+    lifeline:close()
+  end
+  if not keep_directory then
+    fs.remove_tree(directory)
+  end
+end
+
+--- Keep a simulator. `ciranda.sim` starts this, nobody else.
+---@async
+---@param settings string for the simulator, as JSON
+---@param directory string the simulator's, which exists
+---@param keep_directory string "keep" leaves it
+---@return integer status
+function M.main(settings, directory, keep_directory)
+  local ok, problem = keeper.subreaper()
+  if not ok then
+    errors.raise({ code = "unsupported", message = "this system has no child subreaper: " .. problem })
+  end
+  keep(settings, directory, keep_directory == "keep")
+  return 0
+end
+
+return M

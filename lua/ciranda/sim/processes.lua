@@ -1,0 +1,127 @@
+--- Processes as /proc shows them: families, who holds a device, who belongs to a worker.
+--
+-- All of it is read in one pass and may be out of date a moment later; who kills by it looks again until nothing is
+-- left. A process is named by its id and its start time, so that a recycled id is never mistaken for it.
+
+local uv = require("luv")
+
+local M = {}
+
+---@class ciranda.sim.Process
+---@field pid integer
+---@field parent integer
+---@field start string clock ticks since boot, as in /proc/PID/stat
+---@field state string "R", "S", "Z", ...
+
+local function read(path)
+  local file = io.open(path, "rb")
+  if not file then
+    return nil
+  end
+  local data = file:read("a")
+  file:close()
+  return data
+end
+
+--- One process, nil when there is none.
+---@param pid integer
+---@return ciranda.sim.Process?
+function M.get(pid)
+  local stat = read(("/proc/%d/stat"):format(pid))
+  -- The name is in parentheses and may itself contain any of them.
+  local rest = stat and stat:match("^.*%) (.*)$")
+  if not rest then
+    return nil
+  end
+  local fields = {}
+  for field in rest:gmatch("%S+") do
+    fields[#fields + 1] = field
+  end
+  return { pid = pid, state = fields[1], parent = tonumber(fields[2]), start = fields[20] }
+end
+
+--- Every process.
+---@return table<integer, ciranda.sim.Process> by pid
+function M.all()
+  local result = {}
+  local directory = uv.fs_scandir("/proc")
+  while directory do
+    local name = uv.fs_scandir_next(directory)
+    if not name then
+      break
+    end
+    local pid = math.tointeger(tonumber(name))
+    result[pid or 0] = pid and M.get(pid) or nil
+  end
+  return result
+end
+
+--- Everything that descends from a process, itself left out.
+---@param root integer pid
+---@return ciranda.sim.Process[]
+function M.descendants(root)
+  local children = {}
+  for _, process in pairs(M.all()) do
+    children[process.parent] = children[process.parent] or {}
+    table.insert(children[process.parent], process)
+  end
+  local result, queue = {}, { root }
+  while #queue > 0 do
+    for _, process in ipairs(children[table.remove(queue)] or {}) do
+      result[#result + 1] = process
+      queue[#queue + 1] = process.pid
+    end
+  end
+  return result
+end
+
+--- Send a signal, if the process is still the one that was seen.
+---@param process ciranda.sim.Process
+---@param signal string|integer
+---@return boolean sent
+function M.signal(process, signal)
+  local now = M.get(process.pid)
+  if not now or now.start ~= process.start or now.state == "Z" then
+    return false
+  end
+  return uv.kill(process.pid, signal) ~= nil
+end
+
+--- Whether a process has a variable with this value in the environment it was started with.
+---@param pid integer
+---@param setting string "NAME=value"
+---@return boolean
+function M.has_environment(pid, setting)
+  local environment = read(("/proc/%d/environ"):format(pid))
+  return environment ~= nil and ("\0" .. environment .. "\0"):find("\0" .. setting .. "\0", 1, true) ~= nil
+end
+
+--- What namespace a process is in, as a text that compares; nil when it may not be read.
+---@param pid integer
+---@param kind string "pid"
+---@return string?
+function M.namespace(pid, kind)
+  return uv.fs_readlink(("/proc/%d/ns/%s"):format(pid, kind))
+end
+
+--- Whether a process has a file open whose path begins so.
+---@param pid integer
+---@param prefix string
+---@return boolean
+function M.holds(pid, prefix)
+  local path = ("/proc/%d/fd"):format(pid)
+  local directory = uv.fs_scandir(path)
+  while directory do
+    local name = uv.fs_scandir_next(directory)
+    if not name then
+      break
+    end
+    local target = uv.fs_readlink(path .. "/" .. name)
+    if target and target:sub(1, #prefix) == prefix then
+      return true
+    end
+  end
+  return false
+end
+
+return M

@@ -1,0 +1,516 @@
+--- The simulated Cloud Storage: its JSON API, with the bytes on disk.
+--
+-- Buckets without object versions, objects with generations, preconditions, ranges, listings with delimiters, compose
+-- and rewrite, and the three kinds of upload (ciranda.sim.storage_upload). Like the public emulators it asks for no
+-- credentials; those that are sent must be good.
+
+local crypto = require("ciranda.io.crypto")
+local fieldmask = require("ciranda.sim.fieldmask")
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local objects = require("ciranda.sim.storage_object")
+local upload = require("ciranda.sim.storage_upload")
+
+local M = {}
+
+-- Bytes read at once when an object is sent.
+local CHUNK = 256 * 1024
+
+---@class ciranda.sim.StorageService
+---@field world table
+---@field directory string
+---@field buckets table<string, { name: string, created: number, objects: table<string, ciranda.sim.StoredObject> }>
+---@field sessions table<string, table>
+local Service = {}
+Service.__index = Service
+
+---@param world table
+---@param directory string for the bytes; must exist
+---@param options { buckets: string[]?, make_buckets: boolean? }?  buckets that are there; whether an upload to one that
+---  is not makes it
+---@return ciranda.sim.StorageService
+function M.new(world, directory, options)
+  options = options or {}
+  local self = setmetatable({
+    world = world,
+    directory = directory,
+    make_buckets = options.make_buckets or false,
+    buckets = {},
+    sessions = {},
+    last_file = 0,
+    last_generation = 0,
+  }, Service)
+  for _, name in ipairs(options.buckets or {}) do
+    self:make_bucket(name)
+  end
+  return self
+end
+
+---@param path string
+---@return boolean
+function Service:serves(path)
+  return path:find("^/storage/v1/") ~= nil
+    or path:find("^/download/storage/v1/") ~= nil
+    or path:find("^/upload/storage/v1/") ~= nil
+    or path:find("^/resumable/upload/storage/v1/") ~= nil
+end
+
+---@param name string
+---@return table bucket
+function Service:make_bucket(name)
+  local bucket = { name = name, created = self.world.clock:now(), objects = {} }
+  self.buckets[name] = bucket
+  return bucket
+end
+
+local function valid_bucket_name(name)
+  return #name >= 3 and #name <= 63 and name:match("^[%l%d][%l%d._-]*[%l%d]$") ~= nil
+end
+
+---@param name string
+---@return table bucket
+function Service:bucket(name)
+  return self.buckets[name] or objects.refuse(404, "notFound", "The specified bucket does not exist.")
+end
+
+---@param name string
+---@return table bucket
+function Service:bucket_for_writing(name)
+  if not self.buckets[name] and self.make_buckets and valid_bucket_name(name) then
+    return self:make_bucket(name)
+  end
+  return self:bucket(name)
+end
+
+--- A path for the bytes of a new object.
+---@return string
+function Service:new_path()
+  self.last_file = self.last_file + 1
+  return ("%s/%d"):format(self.directory, self.last_file)
+end
+
+--- Put an object into a bucket, in the place of one of the same name.
+---@async
+---@param bucket table
+---@param about table name, path, size, crc32c, md5, content_type, ...
+---@return ciranda.sim.StoredObject
+function Service:put(bucket, about)
+  local now = self.world.clock:now()
+  -- A generation is a time in microseconds, and always a new one.
+  local generation = math.max(math.floor(now * 1e6), self.last_generation + 1)
+  self.last_generation = generation
+  local before = bucket.objects[about.name]
+  local object = {
+    bucket = bucket.name,
+    name = about.name,
+    generation = generation,
+    metageneration = 1,
+    size = about.size,
+    crc32c = about.crc32c,
+    md5 = about.md5,
+    components = about.components,
+    path = about.path,
+    content_type = about.content_type,
+    content_encoding = about.content_encoding,
+    cache_control = about.cache_control,
+    metadata = about.metadata,
+    created = now,
+    updated = now,
+  }
+  bucket.objects[about.name] = object
+  if before then
+    fs.remove(before.path, { missing_ok = true })
+  end
+  return object
+end
+
+local function find_object(bucket, name, query)
+  local object = bucket.objects[name]
+  local generation = query and objects.number_of(query, "generation")
+  if not object or generation and generation ~= object.generation then
+    objects.refuse(404, "notFound", ("No such object: %s/%s"):format(bucket.name, name))
+  end
+  return object
+end
+
+local function bucket_message(self, bucket, base)
+  return {
+    kind = "storage#bucket",
+    id = bucket.name,
+    name = bucket.name,
+    selfLink = ("%s/storage/v1/b/%s"):format(base, bucket.name),
+    projectNumber = self.world.project.number,
+    metageneration = "1",
+    location = "US",
+    locationType = "multi-region",
+    storageClass = "STANDARD",
+    etag = "CAE=",
+    timeCreated = objects.time(bucket.created),
+    updated = objects.time(bucket.created),
+  }
+end
+
+local handlers = {}
+
+handlers["GET b"] = function(self, request)
+  local names = {}
+  for name in pairs(self.buckets) do
+    if name:sub(1, #(request.query.prefix or "")) == (request.query.prefix or "") then
+      names[#names + 1] = name
+    end
+  end
+  table.sort(names)
+  local items = json.array({})
+  for i, name in ipairs(names) do
+    items[i] = bucket_message(self, self.buckets[name], request.base)
+  end
+  return objects.answer(200, { kind = "storage#buckets", items = items }), "storage.buckets.list"
+end
+
+handlers["POST b"] = function(self, request)
+  local name = upload.parse_json(request.body).name
+  if type(name) ~= "string" or not valid_bucket_name(name) then
+    objects.refuse(400, "invalid", ("Invalid bucket name: '%s'"):format(tostring(name)), "name")
+  elseif self.buckets[name] then
+    objects.refuse(
+      409,
+      "conflict",
+      "Your previous request to create the named bucket succeeded and you already own it."
+    )
+  end
+  return objects.answer(200, bucket_message(self, self:make_bucket(name), request.base)),
+    "storage.buckets.insert"
+end
+
+handlers["GET b/B"] = function(self, request, name)
+  return objects.answer(200, bucket_message(self, self:bucket(name), request.base)), "storage.buckets.get"
+end
+
+handlers["DELETE b/B"] = function(self, _, name)
+  local bucket = self:bucket(name)
+  if next(bucket.objects) then
+    objects.refuse(409, "conflict", "The bucket you tried to delete is not empty.")
+  end
+  self.buckets[name] = nil
+  return { status = 204, headers = {}, body = "" }, "storage.buckets.delete"
+end
+
+-- A glob of objects.list as a Lua pattern: * and ? stay within a directory, ** does not.
+local function glob_pattern(glob)
+  local pattern = glob:gsub("[%^%$%(%)%%%.%[%]%+%-]", "%%%0")
+  pattern = pattern:gsub("%*%*", "\1"):gsub("%*", "[^/]*"):gsub("%?", "[^/]"):gsub("\1", ".*")
+  return "^" .. pattern .. "$"
+end
+
+-- The names and common prefixes of a listing, in order, each once.
+local function listing(bucket, query)
+  local prefix, delimiter = query.prefix or "", query.delimiter
+  local pattern = query.matchGlob and glob_pattern(query.matchGlob)
+  local entries, seen = {}, {}
+  for name, object in pairs(bucket.objects) do
+    local wanted = name:sub(1, #prefix) == prefix
+      and (not query.startOffset or name >= query.startOffset)
+      and (not query.endOffset or name < query.endOffset)
+      and (not pattern or name:find(pattern) ~= nil)
+    local at = wanted and delimiter and delimiter ~= "" and name:find(delimiter, #prefix + 1, true)
+    local directory = at and name:sub(1, at + #delimiter - 1)
+    if directory and not seen[directory] then
+      seen[directory] = true
+      entries[#entries + 1] = { name = directory, prefix = true }
+    end
+    if wanted and (not directory or directory == name and query.includeTrailingDelimiter == "true") then
+      entries[#entries + 1] = { name = name, object = object }
+    end
+  end
+  table.sort(entries, function(a, b)
+    if a.name ~= b.name then
+      return a.name < b.name
+    end
+    return a.prefix ~= nil and b.prefix == nil
+  end)
+  return entries
+end
+
+handlers["GET b/B/o"] = function(self, request, name)
+  local query = request.query
+  local entries = listing(self:bucket(name), query)
+  local size = objects.number_of(query, "maxResults") or 1000
+  size = math.min(size == 0 and 1000 or size, 1000)
+  local after = query.pageToken and query.pageToken ~= "" and crypto.unbase64url(query.pageToken) or nil
+  local items, prefixes, last = json.array({}), json.array({}), nil
+  local token
+  for _, entry in ipairs(entries) do
+    if not after or entry.name > after then
+      if #items + #prefixes == size then
+        token = crypto.base64url(last)
+        break
+      end
+      if entry.prefix then
+        prefixes[#prefixes + 1] = entry.name
+      else
+        items[#items + 1] = objects.message(entry.object, request.base)
+      end
+      last = entry.name
+    end
+  end
+  return objects.answer(200, {
+    kind = "storage#objects",
+    items = #items > 0 and items or nil,
+    prefixes = #prefixes > 0 and prefixes or nil,
+    nextPageToken = token,
+  }),
+    "storage.objects.list"
+end
+
+-- The first and last byte that a Range header asks for; nil for all of them.
+local function range_of(header, size)
+  local first, last = (header or ""):match("^bytes=(%d*)%-(%d*)$")
+  if not first or first == "" and last == "" then
+    return nil
+  end
+  if first == "" then
+    first, last = math.max(0, size - tonumber(last)), size - 1
+  else
+    first, last = tonumber(first), math.min(tonumber(last) or size - 1, size - 1)
+  end
+  if first >= size or first > last then
+    objects.refuse(416, "requestedRangeNotSatisfiable", "The requested range cannot be satisfied.")
+  end
+  return first, last
+end
+
+local function send(object, request)
+  local first, last = range_of(request.headers["Range"], object.size)
+  local headers = {
+    ["Accept-Ranges"] = "bytes",
+    ["Content-Type"] = object.content_type,
+    ["Content-Encoding"] = object.content_encoding,
+    ETag = ('"%d"'):format(object.generation),
+    ["X-Goog-Generation"] = object.generation,
+    ["X-Goog-Metageneration"] = object.metageneration,
+    ["X-Goog-Hash"] = "crc32c=" .. crypto.base64(object.crc32c) .. (object.md5 and ",md5=" .. crypto.base64(
+      object.md5
+    ) or ""),
+    ["X-Goog-Stored-Content-Encoding"] = "identity",
+    ["X-Goog-Stored-Content-Length"] = object.size,
+  }
+  if first then
+    headers["Content-Range"] = ("bytes %d-%d/%d"):format(first, last, object.size)
+  end
+  local at = first or 0
+  local beyond = (last or object.size - 1) + 1
+  return {
+    status = first and 206 or 200,
+    headers = headers,
+    length = beyond - at,
+    body = function(write)
+      local file <close> = fs.open(object.path)
+      while at < beyond do
+        local data = file:read(math.min(CHUNK, beyond - at), at)
+        if data == "" then
+          error("the bytes of " .. object.name .. " are gone", 0)
+        end
+        write(data)
+        at = at + #data
+      end
+    end,
+  }
+end
+
+handlers["GET b/B/o/O"] = function(self, request, bucket_name, name)
+  local object = find_object(self:bucket(bucket_name), name, request.query)
+  objects.check_conditions(request.query, object, true)
+  if request.query.alt == "media" then
+    return send(object, request), "storage.objects.get"
+  end
+  return objects.answer(200, objects.message(object, request.base)), "storage.objects.get"
+end
+
+handlers["DELETE b/B/o/O"] = function(self, request, bucket_name, name)
+  local bucket = self:bucket(bucket_name)
+  local object = find_object(bucket, name, request.query)
+  objects.check_conditions(request.query, object)
+  bucket.objects[name] = nil
+  fs.remove(object.path, { missing_ok = true })
+  return { status = 204, headers = {}, body = "" }, "storage.objects.delete"
+end
+
+local function change(self, request, bucket_name, name, whole)
+  local object = find_object(self:bucket(bucket_name), name, request.query)
+  objects.check_conditions(request.query, object)
+  local body = upload.parse_json(request.body)
+  for field, key in pairs({
+    contentType = "content_type",
+    contentEncoding = "content_encoding",
+    cacheControl = "cache_control",
+  }) do
+    if body[field] ~= nil then
+      object[key] = body[field] ~= json.null and body[field] or nil
+    end
+  end
+  if whole or body.metadata == json.null then
+    object.metadata = nil
+  end
+  for key, value in pairs(type(body.metadata) == "table" and body.metadata or {}) do
+    object.metadata = object.metadata or {}
+    object.metadata[key] = value ~= json.null and value or nil
+  end
+  object.metageneration = object.metageneration + 1
+  object.updated = self.world.clock:now()
+  return objects.answer(200, objects.message(object, request.base))
+end
+
+handlers["PATCH b/B/o/O"] = function(self, request, bucket_name, name)
+  return change(self, request, bucket_name, name, false), "storage.objects.patch"
+end
+
+handlers["PUT b/B/o/O"] = function(self, request, bucket_name, name)
+  return change(self, request, bucket_name, name, true), "storage.objects.update"
+end
+
+handlers["POST b/B/o/O/compose"] = function(self, request, bucket_name, name)
+  local bucket = self:bucket(bucket_name)
+  local body = upload.parse_json(request.body)
+  objects.check_conditions(request.query, bucket.objects[name])
+  local sources = body.sourceObjects
+  if type(sources) ~= "table" or #sources == 0 or #sources > 32 then
+    objects.refuse(400, "invalid", "A composite object has from 1 to 32 sources", "sourceObjects")
+  end
+  local parts = {}
+  for i, source in ipairs(sources) do
+    local conditions = source.objectPreconditions or {}
+    local wanted = source.generation or conditions.ifGenerationMatch
+    parts[i] = find_object(bucket, source.name or "", { generation = wanted and tostring(wanted) })
+  end
+  local path, size, components = self:new_path(), 0, 0
+  local sum = crypto.start("crc32c")
+  do
+    local file <close> = fs.open(path, "w")
+    for _, part in ipairs(parts) do
+      local data = fs.read(part.path)
+      file:write(data)
+      sum:update(data)
+      size, components = size + #data, components + (part.components or 1)
+    end
+  end
+  local destination = body.destination or {}
+  local object = self:put(bucket, {
+    name = name,
+    path = path,
+    size = size,
+    crc32c = sum:finish(),
+    components = components,
+    content_type = destination.contentType or parts[1].content_type,
+    metadata = destination.metadata,
+  })
+  return objects.answer(200, objects.message(object, request.base)), "storage.objects.compose"
+end
+
+local function copy(self, request, from_bucket, from_name, to_bucket, to_name)
+  local source =
+    find_object(self:bucket(from_bucket), from_name, { generation = request.query.sourceGeneration })
+  objects.check_conditions(request.query, source, false, "ifSource")
+  local bucket = self:bucket(to_bucket)
+  objects.check_conditions(request.query, bucket.objects[to_name])
+  local body = upload.parse_json(request.body)
+  local about = { name = to_name, path = self:new_path(), size = source.size, crc32c = source.crc32c }
+  about.md5, about.components = source.md5, source.components
+  about.content_type = body.contentType or source.content_type
+  about.content_encoding, about.cache_control = source.content_encoding, source.cache_control
+  about.metadata = body.metadata or source.metadata
+  fs.copy(source.path, about.path)
+  return objects.message(self:put(bucket, about), request.base)
+end
+
+handlers["POST b/B/o/O/rewriteTo/b/B/o/O"] = function(self, request, ...)
+  local resource = copy(self, request, ...)
+  return objects.answer(200, {
+    kind = "storage#rewriteResponse",
+    done = true,
+    objectSize = resource.size,
+    totalBytesRewritten = resource.size,
+    resource = resource,
+  }),
+    "storage.objects.rewrite"
+end
+
+handlers["POST b/B/o/O/copyTo/b/B/o/O"] = function(self, request, ...)
+  return objects.answer(200, copy(self, request, ...)), "storage.objects.copy"
+end
+
+local function decode(segment)
+  return (segment:gsub("%%(%x%x)", function(digits)
+    return string.char(tonumber(digits, 16))
+  end))
+end
+
+-- The form of a path, "b/B/o/O", and the names in it. After "b" comes a bucket, after "o" an object, whose name may
+-- hold slashes when a client has not encoded them.
+local function shape_of(path)
+  local form, names, after = {}, {}, nil
+  for segment in path:gmatch("[^/]+") do
+    if after == "b" or after == "o" then
+      form[#form + 1] = after:upper()
+      names[#names + 1] = decode(segment)
+      after = nil
+    else
+      form[#form + 1] = segment
+      after = segment
+    end
+  end
+  return table.concat(form, "/"), names
+end
+
+local function dispatch(self, request)
+  local path = request.path:match("/storage/v1/(.*)$")
+  if request.headers["Authorization"] then
+    self.world.oauth:check(request)
+  end
+  request.base = ("http://%s"):format(request.headers["Host"] or "localhost")
+  local form, names = shape_of(path)
+  if request.path:find("/upload/storage/v1/", 1, true) then
+    local fault = self.world.faults:on_call("storage.objects.insert")
+    local bucket = form == "b/B/o" and names[1] or objects.refuse(404, "notFound", "Not Found")
+    local answer, method = upload.handle(self, request, bucket)
+    return answer, fault, method
+  end
+  if request.path:find("^/download/") then
+    request.query.alt = "media"
+  end
+  local verb = request.method == "HEAD" and "GET" or request.method
+  local handler = handlers[verb .. " " .. form]
+  if not handler then
+    objects.refuse(404, "notFound", "Not Found")
+  end
+  local fault = self.world.faults:on_call("storage." .. verb .. " " .. form)
+  local answer, method = handler(self, request, table.unpack(names))
+  if
+    request.query.fields
+    and answer.status == 200
+    and type(answer.body) == "string"
+    and answer.body ~= ""
+  then
+    local mask = fieldmask.parse(request.query.fields)
+    answer = objects.answer(200, fieldmask.apply(mask, json.decode(answer.body)), answer.headers)
+  end
+  return answer, fault, method
+end
+
+--- Answer a request.
+---@async
+---@param request table `method`, `path` (not decoded), `query`, `headers`, `body`
+---@return table answer
+---@return ciranda.sim.Fault? fault
+---@return string? method for the log
+--- Raises ciranda.sim.Status when credentials are no good or a fault of the kind "error" strikes.
+function Service:handle(request)
+  local ok, answer, fault, method = pcall(dispatch, self, request)
+  if ok then
+    return answer, fault, method
+  elseif objects.is_refusal(answer) then
+    return objects.refusal_answer(answer), nil, "storage"
+  end
+  return error(answer, 0)
+end
+
+return M
