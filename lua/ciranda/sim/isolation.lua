@@ -100,7 +100,9 @@ exec chroot . /bin/sh -c '
   rmdir /run/old
   echo "ready $0"
   exec >/dev/null 2>&1
-  cat <&0 >/dev/null &
+  exec 3<&0
+  cat <&3 &
+  exec 3<&-
   wait $!
 ' "$init"
 ]]
