@@ -244,7 +244,7 @@ function Client:json(call)
         response.target,
         response.status,
         #response.body,
-        ok and "" or ": " .. errors.text(value)
+        ok and "" or ": " .. (errors.is(value) and value.message or errors.text(value))
       ),
     }
   end

@@ -467,45 +467,80 @@ local function missing_lines(text, lines)
   return missing
 end
 
---- Let keys log in to a node's workers. Others may do the same at the same time: what is written is read again, and
---- written again when it was overwritten, until the keys are there.
----@async
----@param name string
----@param keys string[] "user:ssh-ed25519 AAAA... comment"
----@param options { timeout: number? }? 300 s by default
----@return boolean changed whether any was missing
---- Raises `timeout` when others kept overwriting, and what a call raises.
-function Tpu:add_ssh_keys(name, keys, options)
-  local deadline = self.client:now() + (options and options.timeout or 300)
-  local changed, wait = false, self.client.first_wait
+--- Write lines to a node's ssh-keys until they stay there.
+local function write_keys(self, name, lines, timeout)
+  local client = self.client
+  local deadline = client:now() + timeout
+  local wait, verified = client.first_wait, false
   while true do
     local metadata = self:get_node(name).metadata or {}
-    local missing = missing_lines(metadata["ssh-keys"], keys)
-    if #missing == 0 then
-      return changed
-    end
     local before = metadata["ssh-keys"]
-    metadata["ssh-keys"] = (before and before ~= "" and before:gsub("\n*$", "\n") or "")
-      .. table.concat(missing, "\n")
-    local done, err = pcall(self.patch_node, self, name, { metadata = metadata }, "metadata")
-    if not done and not errors.is(err, "busy", "exists", "unavailable") then
-      error(err, 0)
+    local missing = missing_lines(before, lines)
+    local err
+    if #missing == 0 then
+      if verified then
+        return
+      end
+      verified = true
+    else
+      verified = false
+      metadata["ssh-keys"] = (before and before ~= "" and before:gsub("\n*$", "\n") or "")
+        .. table.concat(missing, "\n")
+      local done
+      done, err = pcall(self.patch_node, self, name, { metadata = metadata }, "metadata")
+      if done then
+        err = nil
+      elseif not errors.is(err, "busy", "exists", "unavailable") then
+        error(err, 0)
+      end
     end
-    changed = true
-    if self.client:now() >= deadline then
+    if client:now() >= deadline then
       errors.raise {
         code = "timeout",
         op = "tpu.add_ssh_keys",
         target = name,
-        message = ("the keys for %s were overwritten again and again by somebody else"):format(name),
-        cause = not done and err or nil,
+        message = ("the ssh keys of %s could not be added in %g s: others kept changing them"):format(
+          name,
+          timeout
+        ),
+        cause = err,
       }
     end
-    if not done then
-      task.sleep(self.client.random() * wait)
-      wait = math.min(wait * 2, self.client.most_wait)
-    end
+    -- Whoever read before this write and writes after it takes the keys away again, soon: so look twice, some time
+    -- apart.
+    task.sleep(client.first_wait + client.random() * wait)
+    wait = err and math.min(wait * 2, client.most_wait) or client.first_wait
   end
+end
+
+--- Let keys log in to a node's workers. Tasks that do so at the same time write once for all; another program that
+--- overwrites the keys is noticed, and they are written again.
+---@async
+---@param name string
+---@param keys string[] "user:ssh-ed25519 AAAA... comment"
+---@param options { timeout: number? }? 300 s by default
+--- Raises `timeout` when others kept overwriting, and what a call raises.
+function Tpu:add_ssh_keys(name, keys, options)
+  local additions = self.client.key_additions or {}
+  self.client.key_additions = additions
+  local path = ("%s/%s/%s"):format(self.project, self.zone, name)
+  local queue = additions[path] or { lock = task.semaphore(1), lines = {} }
+  additions[path] = queue
+  for _, line in ipairs(missing_lines(table.concat(queue.lines, "\n"), keys)) do
+    queue.lines[#queue.lines + 1] = line
+  end
+  queue.lock:with(function()
+    local metadata = self:get_node(name).metadata or {}
+    if #missing_lines(metadata["ssh-keys"], keys) == 0 then
+      return -- whoever wrote last wrote for us too
+    end
+    local lines = queue.lines
+    queue.lines = {}
+    for _, line in ipairs(missing_lines(table.concat(lines, "\n"), keys)) do
+      lines[#lines + 1] = line
+    end
+    write_keys(self, name, lines, options and options.timeout or 300)
+  end)
 end
 
 -- Operations --------------------------------------------------------------------------------------------------------

@@ -185,19 +185,18 @@ end
 
 --- The nodes of a queued resource, in order, as far as they exist.
 local function nodes_of(message, by_name)
-  local spec = type(message.tpu) == "table"
-      and type(message.tpu.nodeSpec) == "table"
-      and message.tpu.nodeSpec[1]
-    or {}
-  local multi = spec.multisliceParams or spec.multiNodeParams
   local names = {}
-  if multi then
-    local prefix = multi.nodeIdPrefix or short_name(message.name)
-    for index = 0, (math.tointeger(multi.nodeCount) or 0) - 1 do
-      names[#names + 1] = ("%s-%d"):format(prefix, index)
+  local specs = type(message.tpu) == "table" and message.tpu.nodeSpec
+  for _, spec in ipairs(type(specs) == "table" and specs or {}) do
+    local multi = type(spec) == "table" and (spec.multisliceParams or spec.multiNodeParams)
+    if type(multi) == "table" then
+      local prefix = multi.nodeIdPrefix or short_name(message.name)
+      for index = 0, (math.tointeger(multi.nodeCount) or 0) - 1 do
+        names[#names + 1] = ("%s-%d"):format(prefix, index)
+      end
+    elseif type(spec) == "table" and spec.nodeId then
+      names[#names + 1] = spec.nodeId -- an answer has a spec for each node
     end
-  elseif spec.nodeId then
-    names[1] = spec.nodeId
   end
   local nodes, missing, unready = {}, {}, {}
   for _, name in ipairs(names) do

@@ -1,0 +1,471 @@
+local errors = require("ciranda.io.error")
+local gcloud_config = require("ciranda.gcp.gcloud_config")
+local logging = require("ciranda.io.log")
+local task = require("ciranda.task")
+local tpu_module = require("ciranda.gcp.tpu")
+
+local support = dofile("tests/spec/gcp/support.lua")
+local fails, fast = support.fails, support.fast
+
+local ZONE = "projects/p/locations/us-west4-a"
+local SMALL = { id = "job1", slices = 2, accelerator = "v5litepod-16" }
+
+local function request(more)
+  local result = {}
+  for key, value in pairs(SMALL) do
+    result[key] = value
+  end
+  for key, value in pairs(more or {}) do
+    result[key] = value
+  end
+  return result
+end
+
+--- Requests of a method and a path's pattern.
+local function count(log, method, pattern)
+  local n = 0
+  for _, each in ipairs(log) do
+    n = n + ((each.method == method and each.path:find(pattern)) and 1 or 0)
+  end
+  return n
+end
+
+describe("ciranda.gcp.tpu", function()
+  setup(function()
+    logging.configure { level = "off" }
+  end)
+
+  teardown(function()
+    logging.reset()
+  end)
+
+  it("is connected to what gcloud is configured for, and says what is missing", function()
+    local client = support.client()
+    local tpu = tpu_module.connect { client = client, config = support.config("http://127.0.0.1:1") }
+    assert.equal("p", tpu.project)
+    assert.equal("us-west4-a", tpu.zone)
+    assert.equal("http://127.0.0.1:1/", tpu.endpoint)
+    tpu = tpu_module.connect { client = client, config = support.config(nil), project = "q", zone = "z" }
+    assert.equal("q", tpu.project)
+    assert.equal("https://tpu.googleapis.com/", tpu.endpoint)
+    local empty = gcloud_config.load { env = support.env {} }
+    assert.matches(
+      "--project",
+      tostring(fails("usage", tpu_module.connect, { client = client, config = empty })),
+      1,
+      true
+    )
+    local err = fails("usage", tpu_module.connect, { client = client, config = empty, project = "p" })
+    assert.matches("--zone", tostring(err), 1, true)
+    fails("misuse", tpu_module.connect, { zones = "z" })
+  end)
+
+  it("makes a queued resource, waits for it, and deletes it", function()
+    support.with_tpu({}, function(tpu, _, log)
+      local qr = tpu:create(request { capacity = "spot", labels = { team = "a" } })
+      assert.same({ "job1-0", "job1-1" }, qr.nodes)
+      assert.is_falsy(qr.adopted)
+      local create = log[1]
+      assert.equal("/v2/" .. ZONE .. "/queuedResources", create.path)
+      assert.equal("job1", create.fields.queuedResourceId)
+      assert.equal(qr.request_id, create.fields.requestId)
+      local labels = create:json().tpu.nodeSpec[1].node.labels
+      assert.same({ team = "a", ["ciranda-request"] = qr.request_id }, labels)
+
+      local states = {}
+      local message, nodes = qr:wait(
+        "ACTIVE",
+        fast {
+          on_change = function(state)
+            states[#states + 1] = state
+          end,
+        }
+      )
+      assert.equal("ACTIVE", message.state.state)
+      assert.equal(2, #nodes)
+      assert.equal(ZONE .. "/nodes/job1-1", nodes[2].name)
+      assert.equal("READY", nodes[2].state)
+      assert.equal("ACTIVE", states[#states])
+      assert.equal("ACTIVE", qr:state())
+      assert.equal(2, #tpu:list_nodes())
+      assert.equal(1, #tpu:list_queued_resources())
+
+      fails("precondition", qr.delete, qr, { force = false })
+      local operation = qr:delete()
+      assert.matches("/operations/", operation)
+      assert.is_nil((qr:wait("DELETED", fast())))
+      assert.is_nil(qr:state())
+      assert.is_nil(qr:delete()) -- gone already
+      assert.same({}, tpu:list_nodes())
+    end)
+  end)
+
+  it("uses v2alpha1 for what only it has", function()
+    support.with_tpu({}, function(tpu, _, log)
+      local qr = tpu:create(request { autocheckpoint = true })
+      assert.equal("v2alpha1", qr.version)
+      assert.matches("^/v2alpha1/", log[1].path)
+      qr:wait("ACTIVE", fast())
+      assert.is_true(tpu:call("nodes.get", { node = "job1-0", version = "v2alpha1" }).autocheckpointEnabled)
+    end)
+  end)
+
+  it("makes nothing twice, whatever happens to the answer", function()
+    for name, fault in pairs {
+      lost = { reset = true },
+      cut = { body = "{}{}{}{}{}", truncate = 1 },
+      failed = { status = 503, body = "" },
+    } do
+      support.with_tpu({}, function(tpu, project, log)
+        local spoiled = 0
+        function project.after(r, answer)
+          if r.method == "POST" and spoiled < 2 then
+            spoiled = spoiled + 1
+            return fault
+          end
+          return answer
+        end
+        local qr = tpu:create(request())
+        assert.equal(3, count(log, "POST", "queuedResources$"), name)
+        assert.equal(log[1].fields.requestId, log[3].fields.requestId)
+        assert.equal(1, #tpu:list_queued_resources())
+        assert.is_string(qr.operation)
+      end)
+    end
+  end)
+
+  it("adopts what its own earlier request made, and nobody else's", function()
+    support.with_tpu({}, function(tpu, project)
+      local id = "00000000-0000-4000-8000-000000000001"
+      tpu:create(request(), { request_id = id })
+      project.world.replays.entries = {} -- the service has forgotten the request's id
+      local qr = tpu:create(request(), { request_id = id })
+      assert.is_true(qr.adopted)
+      local err = fails("exists", tpu.create, tpu, request())
+      assert.matches("already exists", tostring(err), 1, true)
+      assert.equal(1, #tpu:list_queued_resources())
+    end)
+  end)
+
+  it("refuses a request before anything is asked", function()
+    support.with_tpu({}, function(tpu, _, log)
+      local err = fails("usage", tpu.create, tpu, request { slices = 300 })
+      assert.matches("'slices'", tostring(err), 1, true)
+      assert.equal(0, #log)
+    end)
+  end)
+
+  it("tells quota at once", function()
+    support.with_tpu({ quota = { v5litepod = 16 } }, function(tpu)
+      local err = fails("quota", tpu.create, tpu, request())
+      assert.equal(16, err.quota.limit)
+      assert.matches("Litepod", err.quota.metric)
+    end)
+  end)
+
+  describe("waiting", function()
+    it("ends when the state cannot come any more, with the reason", function()
+      support.with_tpu({}, function(tpu, project)
+        project.world.faults:add { kind = "stockout" }
+        local qr = tpu:create(request())
+        local err = fails("stockout", qr.wait, qr, "ACTIVE", fast())
+        assert.matches("queued resource job1", tostring(err), 1, true)
+        assert.equal("FAILED", err.state)
+      end)
+    end)
+
+    it("ends when a spot request is preempted", function()
+      support.with_tpu({}, function(tpu, project)
+        local qr = tpu:create(request { capacity = "spot" })
+        qr:wait("ACTIVE", fast())
+        project.world.queued_resources:preempt(project.world.nodes:get(ZONE .. "/nodes/job1-1"))
+        local err = fails("preempted", qr.wait, qr, "ACTIVE", fast())
+        assert.equal("SUSPENDED", err.state)
+        assert.matches("delete it and ask again", tostring(err), 1, true)
+        assert.equal("SUSPENDED", (qr:wait("SUSPENDED", fast())).state.state)
+      end)
+    end)
+
+    it("ends when the request lapses", function()
+      support.with_tpu({ capacity = 0 }, function(tpu)
+        local qr = tpu:create(request { valid_until = 1 })
+        local err = fails("stockout", qr.wait, qr, "ACTIVE", fast())
+        assert.equal("FAILED", err.state)
+      end)
+    end)
+
+    it("takes a missing resource for 'not yet' at first, and for gone later", function()
+      support.with_tpu({}, function(tpu, project)
+        local hidden = 3
+        function project.before(r)
+          if r.method == "GET" and r.path:find("queuedResources") and hidden > 0 then
+            hidden = hidden - 1
+            return {
+              status = 404,
+              json = { error = { code = 404, status = "NOT_FOUND", message = "not yet" } },
+            }
+          end
+        end
+        local qr = tpu:create(request())
+        qr:wait("ACTIVE", fast())
+        assert.equal(0, hidden)
+
+        local scope <close> = task.scope()
+        local waiting = scope:spawn(pcall, qr.wait, qr, "FAILED", fast())
+        task.sleep(0.05)
+        qr:delete()
+        local ok, err = waiting:wait()
+        assert.is_false(ok)
+        assert.is_true(errors.is(err, "not_found"), tostring(err))
+        assert.matches("gone", tostring(err), 1, true)
+        local never = tpu:queued_resource("never")
+        err = fails("not_found", never.wait, never, "ACTIVE", fast { not_yet = 0.05 })
+        assert.matches("does not exist", tostring(err), 1, true)
+      end)
+    end)
+
+    it("goes on while the API fails in passing, but not when it refuses", function()
+      support.with_tpu({}, function(tpu, project)
+        local qr = tpu:create(request())
+        local failing = true
+        function project.before(r)
+          if r.method == "GET" and failing then
+            return { status = 503, body = "" }
+          end
+        end
+        local client = tpu.client
+        local json = client.json
+        function client:json(call) -- a short patience for each look, so that the look itself fails
+          call.deadline = 0.02
+          return json(self, call)
+        end
+        local scope <close> = task.scope()
+        local waiting = scope:spawn(qr.wait, qr, "ACTIVE", fast())
+        task.sleep(0.2)
+        failing = false
+        assert.equal("ACTIVE", waiting:wait().state.state)
+        function project.before()
+          return {
+            status = 403,
+            json = { error = { code = 403, status = "PERMISSION_DENIED", message = "no" } },
+          }
+        end
+        fails("permission", qr.wait, qr, "ACTIVE", fast())
+      end)
+    end)
+
+    it("ends in time, and tells what a person should know of a long wait", function()
+      support.with_tpu({ capacity = 0 }, function(tpu)
+        local qr = tpu:create(request())
+        local notes = {}
+        local err = fails(
+          "timeout",
+          qr.wait,
+          qr,
+          "ACTIVE",
+          fast {
+            timeout = 0.6,
+            stuck_after = 0.1,
+            on_note = function(text)
+              notes[#notes + 1] = text
+            end,
+          }
+        )
+        assert.equal("WAITING_FOR_RESOURCES", err.state)
+        assert.is_true(#notes >= 2)
+        assert.matches("quota", notes[1], 1, true)
+        fails("misuse", qr.wait, qr, "ACTIVE", { timout = 1 })
+      end)
+    end)
+
+    it("shares its looks: fifty waits cost hardly more calls than one", function()
+      support.with_tpu({}, function(tpu, _, log)
+        local waits = {}
+        for i = 1, 50 do
+          local qr = tpu:create(request { id = "job" .. i, slices = 1 })
+          waits[i] = function()
+            return qr:wait("ACTIVE", fast { first_poll = 0.05, most_poll = 0.05 })
+          end
+        end
+        local before = #log
+        task.all(waits)
+        assert.is_true(count(log, "GET", "queuedResources/") <= 1) -- the first, while it was alone
+        local calls = #log - before
+        assert.is_true(calls < 60, calls .. " calls")
+      end)
+    end)
+
+    it("is not over before every node is READY", function()
+      support.with_tpu({}, function(tpu, project)
+        local qr = tpu:create(request())
+        local looks = 0
+        function project.after(r, answer)
+          if r.path:find("/nodes$") then
+            looks = looks + 1
+            if looks < 4 then
+              answer.body = answer.body:gsub('"READY"', '"REPAIRING"', 1)
+            end
+          end
+          return answer
+        end
+        local _, nodes = qr:wait("ACTIVE", fast())
+        assert.is_true(looks >= 4)
+        assert.equal("READY", nodes[1].state)
+      end)
+    end)
+
+    it("can be cancelled", function()
+      support.with_tpu({ capacity = 0 }, function(tpu)
+        local qr = tpu:create(request())
+        local err = fails("timeout", task.timeout, 0.1, qr.wait, qr, "ACTIVE", fast())
+        assert.is_nil(err.state)
+        assert.equal(0, tpu.client.waits)
+      end)
+    end)
+  end)
+
+  it("resets, and raises what the operation failed with", function()
+    support.with_tpu({}, function(tpu)
+      local qr = tpu:create(request())
+      fails("precondition", qr.reset, qr)
+      qr:wait("ACTIVE", fast())
+      assert.equal("ACTIVE", qr:reset({ timeout = 20 }).state.state)
+    end)
+  end)
+
+  it("works with single nodes", function()
+    support.with_tpu({}, function(tpu)
+      local made =
+        tpu:create_node { id = "n1", accelerator = "v5litepod-4", autocheckpoint = true, capacity = "spot" }
+      assert.equal("v2alpha1", made.version)
+      local node = tpu:wait_node("n1", "READY", fast())
+      assert.equal("v5litepod-4", node.acceleratorType)
+      local patched = tpu:patch_node("n1", { labels = { a = "b" } }, "labels", { timeout = 20 })
+      assert.equal("b", patched.labels.a)
+      tpu:wait_operation(tpu:call("nodes.stop", { node = "n1" }), { timeout = 20 })
+      assert.equal("STOPPED", tpu:wait_node("n1", "STOPPED", fast()).state)
+      fails("failed", tpu.wait_node, tpu, "n1", "READY", fast())
+      tpu:delete_node("n1")
+      assert.is_nil(tpu:wait_node("n1", "DELETED", fast()))
+      assert.is_nil(tpu:delete_node("n1"))
+      fails("not_found", tpu.wait_node, tpu, "n1", "READY", fast { not_yet = 0 })
+    end)
+  end)
+
+  it("makes one node once, also in v2, which has no request ids", function()
+    support.with_tpu({}, function(tpu, project, log)
+      local first = true
+      function project.after(r, answer)
+        if r.method == "POST" and first then
+          first = false
+          return { reset = true }
+        end
+        return answer
+      end
+      local made = tpu:create_node { id = "n1", accelerator = "v5litepod-4" }
+      assert.is_true(made.adopted)
+      assert.equal("v2", made.version)
+      assert.equal(2, count(log, "POST", "/nodes$"))
+      fails("exists", tpu.create_node, tpu, { id = "n1", accelerator = "v5litepod-4" })
+    end)
+  end)
+
+  it("reads the guest attributes of all workers or some", function()
+    support.with_tpu({}, function(tpu, _, log)
+      tpu:create(request { slices = 1 }):wait("ACTIVE", fast())
+      local all = tpu:guest_attributes("job1")
+      assert.equal(4, #all)
+      assert.equal("key of job1/3", all[4].queryValue.items[1].value)
+      local one = tpu:guest_attributes("job1", { workers = { 2 }, query_path = "hostkeys/" })
+      assert.equal(1, #one)
+      assert.equal("key of job1/2", one[1].queryValue.items[1].value)
+      assert.same({ queryPath = "hostkeys/", workerIds = { "2" } }, log[#log]:json())
+    end)
+  end)
+
+  it("adds ssh keys so that nobody's are lost", function()
+    support.with_tpu({}, function(tpu, _, log)
+      tpu:create(request({ slices = 1, ssh_keys = { "old:ssh-ed25519 AAAA old" } })):wait("ACTIVE", fast())
+      local others = tpu_module.connect {
+        client = support.client(),
+        config = support.config(tpu.endpoint),
+      }
+      local adders = {}
+      for i = 1, 64 do
+        adders[i] = function()
+          local program = i % 8 == 0 and others or tpu
+          program:add_ssh_keys("job1", { ("user%d:ssh-ed25519 AAAA%d u"):format(i, i) }, { timeout = 60 })
+        end
+      end
+      task.all(adders)
+      local seen, lines = {}, 0
+      for line in tpu:get_node("job1").metadata["ssh-keys"]:gmatch("[^\n]+") do
+        lines = lines + 1
+        seen[line:match("^[^:]+")] = true
+      end
+      assert.equal(65, lines)
+      assert.is_true(seen.old)
+      for i = 1, 64 do
+        assert.is_true(seen["user" .. i])
+      end
+      local before = count(log, "PATCH", ".")
+      assert.is_true(before < 20, before .. " writes")
+      tpu:add_ssh_keys("job1", { "user3:ssh-ed25519 AAAA3 u" })
+      assert.equal(before, count(log, "PATCH", "."))
+    end)
+  end)
+
+  it("calls every method of both versions by its name in the schema", function()
+    support.with_tpu({}, function(tpu, _, log)
+      assert.is_true(#tpu:list("acceleratorTypes.list") > 0)
+      assert.equal(
+        "v5litepod-16",
+        tpu:call("acceleratorTypes.get", { acceleratorType = "v5litepod-16" }).type
+      )
+      assert.is_true(#tpu:list("runtimeVersions.list", { query = { pageSize = 1 } }) > 1)
+      assert.is_true(#tpu:list("locations.list") > 0)
+      assert.equal("us-west4-a", tpu:call("locations.get").locationId)
+      assert.same({}, tpu:list("reservations.list", { version = "v2alpha1" }))
+      assert.is_string(tpu:call("locations.generateServiceIdentity").identity.email)
+      assert.same({}, (tpu:in_zone("-"):list_nodes()))
+      assert.equal("/v2/projects/p/locations/-/nodes", log[#log].path)
+      local qr = tpu:create(request())
+      local operation = tpu:get_operation(qr.operation)
+      assert.equal(qr.operation, operation.name)
+      assert.is_true(#tpu:list("operations.list") > 0)
+      fails("misuse", tpu.call, tpu, "reservations.list")
+      fails("misuse", tpu.call, tpu, "nodes.get")
+      fails("misuse", tpu.call, tpu, "nodes.get", { node = "n", nodes = "m" })
+      fails("misuse", tpu.call, tpu, "nodes.delete", { node = "n", query = { requestId = "x" } })
+      local escaped = fails("not_found", tpu.call, tpu, "nodes.get", { node = "../queuedResources" })
+      assert.matches("%2F", escaped.target .. log[#log].path, 1, true)
+    end)
+  end)
+
+  it("survives hostile answers with a clear error", function()
+    support.with_tpu({}, function(tpu, project)
+      local qr = tpu:create(request())
+      local client = tpu.client
+      client.most_wait = 0.002
+      for name, body in pairs {
+        state_is_text = '{"name": "x", "state": "ACTIVE"}',
+        spec_is_text = '{"name": "'
+          .. ZONE
+          .. '/queuedResources/job1", "state": {"state": "ACTIVE"}, "tpu": "x"}',
+        list = "[]",
+        deep = ("["):rep(5000) .. ("]"):rep(5000),
+        number = "1e999",
+        utf8 = '{"name": "\xff"}',
+        nothing = "",
+      } do
+        function project.before(r)
+          if r.method == "GET" then
+            return { body = body, headers = { ["Content-Type"] = "application/json" } }
+          end
+        end
+        local err = fails("timeout", qr.wait, qr, "ACTIVE", fast { timeout = 0.1 })
+        assert.matches("job1", tostring(err), 1, true, name)
+      end
+    end)
+  end)
+end)
