@@ -54,7 +54,7 @@ local OPTIONS = {
 
 --- Tokens as the guide writes them: 352k; millions with M.
 local function thousands(number)
-  if number >= 1e7 then
+  if number >= 1e6 then
     return ("%.4gM"):format(number / 1e6)
   elseif number >= 1e4 then
     return ("%dk"):format(math.floor(number / 1000 + 0.5))
