@@ -72,6 +72,16 @@ function M.link_directory(run)
   return base:gsub("(.)/+$", "%1") .. "/" .. run
 end
 
+--- Makes `${TMPDIR:-/tmp}/RUN`.
+---@param run string
+---@return string path
+-- Raises "permission" when it belongs to somebody else.
+function M.make_link_directory(run)
+  local path = M.link_directory(run)
+  make_own_directory(path)
+  return path
+end
+
 --- Opens the logs of an attempt, for adding to what is there already.
 ---@param options ciranda.run.LogOptions
 ---@return ciranda.run.Logs

@@ -1,0 +1,199 @@
+--- Whom a recipe runs on: the flags that say so, and the fleet that they mean.
+--
+-- Recipes that work on existing workers share these flags: nodes by name or prefix, or a list of hosts that no cloud
+-- API is asked about.
+local access = require("ciranda.provider.access")
+local err = require("ciranda.io.error")
+local fleets = require("ciranda.fleet")
+local nodes = require("ciranda.provider.node")
+local provider = require("ciranda.provider")
+local uv = require("luv")
+
+local M = {}
+
+---@type ciranda.cli.Flag[]
+M.flags = {
+  {
+    name = "TPU_PREFIX",
+    help = "Name of the slice, or beginning of the names of the slices (PREFIX-0, PREFIX-1, ...).",
+  },
+  { name = "PROJECT", help = "Google Cloud project (else gcloud's)." },
+  { name = "ZONE", help = "Zone of the slices (else gcloud's)." },
+  {
+    name = "INTERNAL_IP",
+    type = "boolean",
+    help = "true: internal addresses only; false: external ones only. Otherwise the external one, if it answers.",
+  },
+  { name = "SLICES", help = "Only these of the slices found, such as 0-3 or slice[0-1],!slice0/worker3." },
+  {
+    name = "HOSTS",
+    help = "Hosts in place of TPU_PREFIX, such as 10.0.0.[1-4],10.0.0.9:2222; no cloud API is asked.",
+  },
+  { name = "HOSTS_FILE", help = "A file with one host a line: ADDRESS [slice=N] [worker=N] [port=N]." },
+  { name = "WORKERS_PER_SLICE", type = "integer", help = "How many of HOSTS, in order, make a slice (all)." },
+  { name = "ssh-user", help = "Login user (else CIRANDA_SSH_USER, else your own name)." },
+  {
+    name = "ssh-key",
+    help = "Private key file (else gcloud's, which is made when absent, and the usual ones).",
+  },
+  { name = "ssh-port", type = "integer", help = "SSH port (else CIRANDA_SSH_PORT, else 22)." },
+  {
+    name = "host-keys",
+    choices = { "strict", "accept-new" },
+    help = "accept-new: take an unknown host's key on first use. Cloud workers' keys come from the API either way.",
+  },
+}
+
+--- `0-3,7` as a node set; other texts are node sets already.
+---@param text string
+---@return string
+function M.slice_set(text)
+  return text:match("^[%d,%-%s]+$") and ("slice[%s]"):format(text:gsub("%s", "")) or text
+end
+
+--- Refuses to run on one of the fleet's own workers: it would be told to stop its own runner.
+---@param slices ciranda.Slice[]
+-- Raises "usage".
+function M.refuse_own_worker(slices)
+  local own = {}
+  for _, addresses in pairs(uv.interface_addresses()) do
+    for _, address in ipairs(addresses) do
+      if not address.internal then
+        own[address.ip] = true
+      end
+    end
+  end
+  for _, slice in ipairs(slices) do
+    for _, worker in ipairs(slice.workers) do
+      if own[worker.internal_address or worker.address] then
+        err.raise({
+          code = "usage",
+          op = "target",
+          message = ("this machine is slice %d worker %d itself; run this from another one"):format(
+            worker.slice,
+            worker.index
+          ),
+        })
+      end
+    end
+  end
+end
+
+---@param flags table
+---@return ciranda.Slice[] slices, ciranda.gcp.Tpu? tpu
+local function find(flags)
+  if flags.HOSTS or flags.HOSTS_FILE then
+    if flags.TPU_PREFIX then
+      err.raise({ code = "usage", op = "target", message = "give --TPU_PREFIX or --HOSTS, not both" })
+    end
+    return provider.hosts({
+      hosts = flags.HOSTS,
+      file = flags.HOSTS_FILE,
+      workers_per_slice = flags.WORKERS_PER_SLICE,
+    })
+  elseif not flags.TPU_PREFIX then
+    err.raise({
+      code = "usage",
+      op = "target",
+      message = "whom to run on? Give --TPU_PREFIX (the slices' name or prefix), or --HOSTS",
+    })
+  end
+  local tpu = require("ciranda.gcp.tpu").connect({ project = flags.PROJECT, zone = flags.ZONE })
+  return provider.node({ tpu = tpu, prefix = flags.TPU_PREFIX }), tpu
+end
+
+--- Says what is wrong with the slices found, and stops unless the user has chosen among them.
+local function check(slices, flags, progress)
+  local problem = nodes.problem(slices)
+  if not problem then
+    return
+  elseif flags.SLICES then
+    progress:say("Note: %s", problem)
+    return
+  end
+  err.raise({
+    code = "usage",
+    op = "target",
+    message = ("%s; choose with --SLICES= if you mean it\n%s"):format(problem, nodes.table_text(slices)),
+  })
+end
+
+---@class ciranda.run.Target
+---@field fleet ciranda.Fleet to be closed
+---@field slices ciranda.Slice[]
+---@field tpu ciranda.gcp.Tpu? when a cloud API was asked
+---@field connection table what is needed to connect again: user, port, internal_ip, host_key_policy, key
+---@field login fun() makes sure that the key is let in; call it before much else
+local Target = {}
+Target.__index = Target
+
+--- The fleet that the flags mean. Nothing is connected to yet.
+---@async
+---@param context ciranda.cli.Context
+---@return ciranda.run.Target
+-- Raises "usage" for the flags, "not_found" when there are no such slices, and what the API's calls raise.
+function M.open(context)
+  local flags, progress = context.flags, context.progress
+  local slices, tpu = find(flags)
+  progress:say("%d slices found.", #slices)
+  check(slices, flags, progress)
+  M.refuse_own_worker(slices)
+
+  local key, public
+  if tpu then
+    key, public = access.key(flags.ssh_key)
+  else
+    key = flags.ssh_key
+  end
+  local connection = {
+    user = (tpu or flags.ssh_user or os.getenv("CIRANDA_SSH_USER")) and access.user(flags.ssh_user) or nil,
+    port = flags.ssh_port,
+    internal_ip = flags.INTERNAL_IP,
+    host_key_policy = flags.host_keys,
+    keys = flags.ssh_key,
+  }
+  local options = { keys = flags.ssh_key and key or nil }
+  for name, value in pairs(connection) do
+    options[name] = value
+  end
+  local told
+  options.on_address = function(worker, kind)
+    if not told and worker.internal_address and worker.internal_address ~= worker.address then
+      told = kind
+      progress:say("Connecting by %s addresses", kind)
+    end
+  end
+  local fleet = fleets.new(slices, options)
+  if flags.SLICES then
+    fleet = fleet:select(M.slice_set(flags.SLICES))
+    fleet.part = nil -- nobody else holds the whole
+  end
+  return setmetatable({
+    fleet = fleet,
+    slices = slices,
+    tpu = tpu,
+    connection = connection,
+    login = function()
+      if tpu then
+        access.ensure({
+          tpu = tpu,
+          fleet = fleet,
+          user = connection.user,
+          public = public,
+          on_note = function(text)
+            progress:say("%s", text)
+          end,
+        })
+      end
+    end,
+  }, Target)
+end
+
+--- Closes the fleet's connections.
+function Target:close()
+  self.fleet:close()
+end
+
+Target.__close = Target.close
+
+return M

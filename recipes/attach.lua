@@ -1,0 +1,32 @@
+--- attach: takes up a run whose runner is gone.
+local launch = require("ciranda.run.launch")
+
+return {
+  summary = "take up a run whose runner is gone: follow its logs to the end",
+  description = "A run goes on on its workers when its runner was detached, killed, or lost its machine. This connects to "
+    .. "them again, brings the rest of the logs home and ends with the run's status, as the runner would have. COMMAND is "
+    .. "never started a second time.",
+  flags = {
+    { name = "RUN", positional = true, required = true, help = "Name of the run." },
+    { name = "show", help = "Show these workers' output with a prefix: a node set, or all." },
+    {
+      name = "TAKE",
+      type = "boolean",
+      default = false,
+      help = "Take the run although a runner on another machine never said goodbye.",
+    },
+  },
+  run = function(context)
+    local result = launch.attach({
+      run = context.flags.RUN,
+      connect_options = {},
+      progress = context.progress,
+      json = context.json,
+      on_interrupt = context.on_interrupt,
+      show = context.flags.show,
+      take = context.flags.TAKE,
+    })
+    context.finish(result)
+    return result.status
+  end,
+}

@@ -1,0 +1,159 @@
+--- multihost_runner: runs a command on every worker of existing slices, as MaxText's script of that name does.
+local bundle = require("ciranda.run.bundle")
+local checkpoint = require("ciranda.run.checkpoint")
+local err = require("ciranda.io.error")
+local journal = require("ciranda.run.journal")
+local launch = require("ciranda.run.launch")
+local logs = require("ciranda.run.logs")
+local target = require("ciranda.run.target")
+local task = require("ciranda.task")
+
+local M = {
+  summary = "run a command on every worker of existing TPU slices, together",
+  description = "Sends SCRIPT_DIR to every worker, starts COMMAND on all of them in the same moment, brings the logs and "
+    .. "the exit status home. COMMAND runs by your login shell in ~/RUN_NAME. It lives on the workers: a lost connection "
+    .. "is made again, and when this program is gone `ciranda attach RUN_NAME` takes the run up. When one worker fails "
+    .. "the others are stopped (TERM, a grace, KILL) and its exit status is returned. Ctrl-C or SIGTERM: every worker "
+    .. "gets TERM and time to save; once more leaves at once.",
+}
+
+M.flags = table.move(target.flags, 1, #target.flags, 1, {})
+for _, flag in ipairs({
+  { name = "COMMAND", required = true, help = "What to run, by the login user's shell." },
+  { name = "SCRIPT_DIR", help = "The directory to send (the working directory)." },
+  { name = "RUN_NAME", help = "Name of the run and of the directory on the workers (the present time)." },
+  {
+    name = "USE_EXISTING_FOLDER",
+    type = "boolean",
+    default = false,
+    help = "Send nothing: run in ~/RUN_NAME as it is there. Needs RUN_NAME.",
+  },
+  {
+    name = "SCP_TIMEOUT_SECS",
+    type = "integer",
+    default = 600,
+    help = "Seconds one worker may take until everything is there.",
+  },
+  {
+    name = "ALL_FILES",
+    type = "boolean",
+    default = false,
+    help = "Send what .gitignore matches too (tmp stays).",
+  },
+  {
+    name = "LEFT_OUT_OK",
+    type = "boolean",
+    default = false,
+    help = "Go on although COMMAND names something that is not sent.",
+  },
+  {
+    name = "show",
+    help = "Show these workers' output with a prefix: a node set such as slice[0-1]/worker0, or all.",
+  },
+  {
+    name = "CHECKPOINT_DIR",
+    help = "Where COMMAND saves on the workers; else read from COMMAND's checkpoint_dir.",
+  },
+  {
+    name = "GRACE",
+    type = "duration",
+    default = 300,
+    help = "Time to save between TERM and KILL when you stop it.",
+  },
+  {
+    name = "FAILURE_GRACE",
+    type = "duration",
+    default = 30,
+    help = "Time between TERM and KILL for the others when one worker has failed.",
+  },
+}) do
+  table.insert(M.flags, flag)
+end
+
+--- The name of the run.
+---@param context ciranda.cli.Context
+---@return string
+local function run_name(context)
+  local flags = context.flags
+  if flags.USE_EXISTING_FOLDER and not context.given.RUN_NAME then
+    err.raise({ code = "usage", message = "--USE_EXISTING_FOLDER needs --RUN_NAME: which folder?" })
+  end
+  local name = flags.RUN_NAME or os.date("%Y-%m-%d-%H-%M-%S")
+  if not journal.valid_name(name) then
+    err.raise({
+      code = "usage",
+      message = ("--RUN_NAME is %q, but takes letters, digits, '_', '-' and '.', not beginning with '-' or '.'"):format(
+        name
+      ),
+    })
+  end
+  return name
+end
+
+--- Makes the bundle and says what stays.
+---@param context ciranda.cli.Context
+---@param run string
+---@return ciranda.archive.Manifest?
+local function make_bundle(context, run)
+  local flags, progress = context.flags, context.progress
+  if flags.USE_EXISTING_FOLDER then
+    return nil
+  end
+  local directory = logs.make_link_directory(run)
+  local manifest = bundle.make(flags.SCRIPT_DIR or ".", {
+    output = ("%s/script_dir_zip_%s.tar.gz"):format(directory, run),
+    all_files = flags.ALL_FILES,
+  })
+  local line = bundle.left_out_line(manifest)
+  if line then
+    progress:say("%s", line)
+  end
+  local named = not flags.LEFT_OUT_OK and bundle.left_out_named(manifest, flags.COMMAND)
+  if named then
+    err.raise({
+      code = "usage",
+      message = ("COMMAND names %s, which is not sent to the workers; "):format(named)
+        .. "--ALL_FILES=true sends what .gitignore matches, --LEFT_OUT_OK=true goes on without it",
+    })
+  end
+  return manifest
+end
+
+--- Runs it. `context.flags` may be another recipe's, as long as it has these flags.
+---@param context ciranda.cli.Context
+---@return integer status
+function M.run(context)
+  local flags = context.flags
+  local run = run_name(context)
+  local found <close> = target.open(context)
+  local manifest
+  task.all({
+    found.login,
+    function()
+      manifest = make_bundle(context, run)
+    end,
+  })
+  local result = launch.run({
+    fleet = found.fleet,
+    connection = found.connection,
+    run = run,
+    recipe = context.name,
+    arguments = context.args,
+    command = flags.COMMAND,
+    bundle = manifest,
+    use_existing = flags.USE_EXISTING_FOLDER,
+    progress = context.progress,
+    json = context.json,
+    on_interrupt = context.on_interrupt,
+    show = flags.show,
+    checkpoint_directory = flags.CHECKPOINT_DIR or checkpoint.directory_in(flags.COMMAND),
+    grace = flags.GRACE,
+    failure_grace = flags.FAILURE_GRACE,
+    stage_timeout = flags.SCP_TIMEOUT_SECS,
+    success = "Multihost runner finished successfully!",
+  })
+  context.finish(result)
+  return result.status
+end
+
+return M
