@@ -142,6 +142,10 @@ end
 local function wait_for_children(self)
   local interrupted = false
   scheduler.await(function(done)
+    if self.count == 0 then
+      done() -- still a wait: a loop around it lets others run
+      return nil
+    end
     scheduler.current.op.scope = self
     self.idle_waiters = self.idle_waiters or {}
     table.insert(self.idle_waiters, function()
@@ -186,9 +190,7 @@ function Scope:wait()
   if self.state ~= "open" then
     errors.misuse(scheduler.user_level(), "scope:wait: the scope opened at %s has ended", self.where)
   end
-  if self.count > 0 then
-    wait_for_children(self)
-  end
+  wait_for_children(self)
   if self.failure then
     raise_failure(self)
   end
