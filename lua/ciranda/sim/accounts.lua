@@ -15,6 +15,13 @@ local M = {}
 M.FIRST_UID = 20000
 M.USERS_PER_WORKER = 16
 
+--- The id of a worker's first user, when root runs the simulator.
+---@param ordinal integer number of the worker
+---@return integer
+function M.first_uid(ordinal)
+  return M.FIRST_UID + ordinal * M.USERS_PER_WORKER
+end
+
 local function expired(rest, now)
   local object = rest:match("google%-ssh%s+({.*})%s*$")
   if not object then
@@ -90,7 +97,7 @@ function M.write(place, users)
   for i, user in ipairs(users) do
     local uid, gid = uv.getuid(), uv.getgid()
     if root and user.name ~= "root" then
-      uid = M.FIRST_UID + place.ordinal * M.USERS_PER_WORKER + (i - 1) % M.USERS_PER_WORKER
+      uid = M.first_uid(place.ordinal) + (i - 1) % M.USERS_PER_WORKER
       gid = uid
     end
     named[user.name] = true

@@ -98,7 +98,7 @@ local function keep(settings_text, directory, keep_directory)
     ended:set()
     return true
   end)
-  local argv = M.command("ciranda.sim.simulator", settings_text, tostring(uv.os_getpid()))
+  local argv = M.command("ciranda.sim.simulator", settings_text, ("%d"):format(uv.os_getpid()))
   argv.stdin, argv.stdout, argv.stderr = process.PIPE, process.INHERIT, process.INHERIT
   local simulator = process.spawn(argv)
   do

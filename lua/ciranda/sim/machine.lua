@@ -6,6 +6,7 @@
 local accounts = require("ciranda.sim.accounts")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
+local isolation = require("ciranda.sim.isolation")
 local process = require("ciranda.io.process")
 local processes = require("ciranda.sim.processes")
 local sshd = require("ciranda.sim.sshd")
@@ -140,6 +141,11 @@ function Machine:create()
     fs.chmod(path, 493)
   end
   fs.chmod(self.root .. "/tmp", 1023)
+  if not self.isolated and uv.getuid() == 0 then
+    -- What stands for the worker's `/` is its first user's, who stands for its root.
+    local uid = accounts.first_uid(self.settings.ordinal)
+    assert(uv.fs_chown(self.root, uid, uid))
+  end
   self.host_key = sshd.make_host_key(self.etc .. "/ssh_host_ed25519_key")
   fs.write(self.etc .. "/shadow", "", { mode = 384, sync = false })
 end
@@ -172,6 +178,21 @@ local function write_boot_id(self)
   fs.write(self.directory .. "/boot_id", text, { mode = 292, sync = false })
 end
 
+-- The command of a start-up script: as the worker's root where it has one, else as the worker's first user. bash runs
+-- it, so that a script without a first line that names an interpreter runs too.
+local function script_command(self, path)
+  if self.isolated then
+    return self.isolation:argv(self.init, { "/bin/bash", "-c", 'cd / && exec "$0"', path }, true)
+  end
+  local argv = { "/bin/bash", "-c", 'cd "$1" && exec "$0"', path, self.root }
+  if uv.getuid() ~= 0 then
+    return argv
+  end
+  local uid = accounts.first_uid(self.settings.ordinal)
+  local drop = { isolation.program("setpriv"), "--reuid=" .. uid, "--regid=" .. uid, "--clear-groups" }
+  return table.move(argv, 1, #argv, #drop + 1, drop)
+end
+
 --- Run the start-up script, if there is one, in a task of its own: a machine is up before its script has ended.
 local function start_script(self, scope)
   local script = (self.node.message.metadata or {})["startup-script"]
@@ -181,17 +202,11 @@ local function start_script(self, scope)
   local path = self.root .. "/run/startup-script"
   fs.mkdir_p(self.root .. "/run")
   fs.write(path, script, { mode = 493, sync = false })
-  local inside = self.isolated and "/run/startup-script" or path
+  local argv = script_command(self, self.isolated and "/run/startup-script" or path)
   local variables = environment(self)
   variables.PATH = PATH
   variables.HOME = self.isolated and "/root" or self.root
   variables.LANG = "C.UTF-8"
-  -- bash, so that a script without a first line that names an interpreter runs too.
-  local argv = self.isolation:argv(
-    self.init,
-    { "/bin/bash", "-c", "cd " .. (self.isolated and "/" or '"$1"') .. ' && exec "$0"', inside, self.root },
-    true
-  )
   argv.env, argv.clear_env = variables, true
   local log = assert(uv.fs_open(self.directory .. "/startup-script.log", "a", 420))
   argv.stdout, argv.stderr = log, process.STDOUT

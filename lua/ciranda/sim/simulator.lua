@@ -192,6 +192,10 @@ local function run(settings)
     fs.mkdir_p(settings.directory .. "/" .. name)
   end
   fs.chmod(settings.directory .. "/shared", 1023)
+  if uv.getuid() == 0 then
+    -- rwx--x--x: the workers' users go through it; what is secret in it has a mode of its own.
+    fs.chmod(settings.directory, 457)
+  end
   local shared = settings.directory .. "/shared"
   local place = isolation.probe(settings.directory, shared, settings.isolation)
   if place.kind == "none" and uv.getuid() == 0 then
