@@ -1,5 +1,6 @@
 local factor = require("ciranda.mesh.factor")
 local mesh = require("ciranda.mesh")
+local order = require("ciranda.mesh.order")
 local topology = require("ciranda.mesh.topology")
 
 local HERE = debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$")
@@ -17,21 +18,21 @@ local function coords_of(shape, devices_per_chip)
 end
 
 --- Counts an order's hops again, link by link, and compares.
-local function recount(order, shape, links)
+local function recount(made, shape, links)
   local coords = coords_of(shape, shape.devices_per_chip)
-  local ids = order.placement.ids
+  local ids = made.placement.ids
   local seen = {}
   for _, id in ipairs(ids) do
     assert.is_nil(seen[id])
     seen[id] = true
   end
   assert.are.equal(shape.devices, #ids)
-  for axis, hops in ipairs(order.hops) do
-    if order.ici[axis] > 1 then
-      local total, longest = S.rings(ids, order.ici, axis, coords, links)
+  for axis, hops in ipairs(made.hops) do
+    if made.ici[axis] > 1 then
+      local total, longest = S.rings(ids, made.ici, axis, coords, links)
       assert.are.equal(total, hops.total)
       assert.are.equal(longest, hops.longest)
-      assert.are.equal(order.ici[axis], #hops.ring)
+      assert.are.equal(made.ici[axis], #hops.ring)
       assert.are.equal(#ids // hops.size, hops.rings)
     else
       assert.are.equal(0, hops.total)
@@ -53,6 +54,19 @@ describe("jax_order", function()
     local square = mesh.jax_order({ type = "v5litepod-16", ici = { 16 } })
     assert.are.equal(16, square.hops[1].total)
     assert.are.equal(1, square.hops[1].longest)
+  end)
+
+  it("counts the links of an order that is no placement of JAX's", function()
+    -- MaxText's optimize_mesh_for_tpu_v6e turns v6e-8 into 0 to 7.
+    local shape = topology.of("v6e-8")
+    local hops = order.measure(
+      mesh.devices.grid({ type = "v6e-8" }),
+      { 0, 1, 2, 3, 4, 5, 6, 7 },
+      { 8 },
+      shape.dims,
+      shape.wrap
+    )
+    assert.are.same({ 1, 2, 1, 2, 1, 2, 1, 4 }, hops[1].ring)
   end)
 
   it("passes JAX's refusals on", function()

@@ -125,6 +125,23 @@ describe("create_device_mesh", function()
     end)
   end
 
+  it("orders 16 v3 devices as the page of jax.make_mesh says", function()
+    local list = {}
+    for index = 0, 15 do
+      list[index + 1] =
+        { id = index, kind = "TPU v3", coords = { index // 2 % 4, index // 8, 0 }, core = index % 2 }
+    end
+    local devices = placement.list(list)
+    assert.are.same(
+      numbers("0 1 2 3 6 7 4 5 8 9 10 11 14 15 12 13"),
+      placement.create_device_mesh({ 2, 8 }, devices).ids
+    )
+    assert.are.same(
+      numbers("0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15"),
+      placement.create_device_mesh({ 4, 4 }, devices).ids
+    )
+  end)
+
   it("places TPU7x beside its core axis since 0.11.1", function()
     assert.are.same(
       numbers("0 4 8 12 2 6 10 14"),
