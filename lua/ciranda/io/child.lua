@@ -105,34 +105,47 @@ end
 
 -- Starting ---------------------------------------------------------------------------------------------------------
 
---- Say what of a start failed: the directory, or the program.
-local function start_failure(argv, message, name)
-  local text = tostring(message):match("^E%w+: (.*)") or tostring(message)
-  local fault
-  if name == "ENOENT" or name == "ENOTDIR" or name == "EACCES" then
-    local cwd = argv.cwd
-    local stat, _, cwd_name = nil, nil, nil
-    if cwd then
-      stat, _, cwd_name = uv.fs_stat(cwd)
-    end
-    if cwd and not stat then
-      fault = ("(cwd) '%s': %s"):format(
-        cwd,
-        cwd_name == "ENOENT" and "no such directory" or tostring(cwd_name)
-      )
-    elseif cwd and stat.type ~= "directory" then
-      fault = ("(cwd) '%s': not a directory"):format(cwd)
-    elseif name == "ENOENT" then
-      local where = argv[1]:find("/", 1, true) and "no such file, or its interpreter is missing"
-        or "not found in PATH"
-      fault = ("(cmd) '%s': %s"):format(argv[1], where)
+--- What is wrong with a working directory, or nil.
+local function fault_of_directory(cwd)
+  local stat, _, name = uv.fs_stat(cwd)
+  if not stat then
+    return name == "ENOENT" and "no such directory" or tostring(name)
+  end
+  return stat.type ~= "directory" and "not a directory" or nil
+end
+
+--- Whether a program of this name lies in a directory of PATH, executable or not.
+local function is_in_path(program, search_path)
+  for directory in search_path:gmatch("[^:]+") do
+    if uv.fs_stat(directory .. "/" .. program) then
+      return true
     end
   end
+  return false
+end
+
+--- Say what of a start failed: the directory, or the program.
+local function start_failure(argv, message, name)
+  local program = argv[1]
+  local fault = argv.cwd and fault_of_directory(argv.cwd)
+  if fault then
+    fault = ("(cwd) '%s': %s"):format(argv.cwd, fault)
+  elseif program:find("/", 1, true) then
+    fault = name == "ENOENT" and "no such file, or its interpreter is missing" or nil
+  else
+    -- The system says EACCES, too, when it only could not look into a directory of PATH.
+    local search_path = argv.env and argv.env.PATH or os.getenv("PATH") or ""
+    if name == "ENOENT" or (name == "EACCES" and not is_in_path(program, search_path)) then
+      name = "ENOENT"
+      fault = "not found in PATH"
+    end
+  end
+  local text = fault or tostring(message):match("^E%w+: (.*)") or tostring(message)
   return errors.new({
     code = errors.code_of(name),
     op = "process.spawn",
-    target = argv[1],
-    message = ("cannot start %s"):format(fault or ("(cmd) '%s': %s"):format(argv[1], text)),
+    target = program,
+    message = "cannot start " .. (text:find("^%(cwd%)") and text or ("(cmd) '%s': %s"):format(program, text)),
     errno = name,
   })
 end
