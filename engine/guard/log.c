@@ -1,0 +1,57 @@
+/*
+ * log.c - from the command's output to the file.
+ *
+ * The command writes into a FIFO that it holds open for reading too: the death of the guard neither
+ * breaks the pipe nor loses what is in it. The bytes are moved with splice, which takes from the
+ * FIFO only what it has put into the file, so that a guard that is killed in between neither loses
+ * nor doubles any. On a full disk the command must not fail: what cannot be written is counted and
+ * dropped.
+ */
+#include "guard.h"
+
+#define CHUNK 65536
+
+/* Open both ends; an existing log and FIFO are gone on with. -1 with errno. */
+int cir_log_open(cir_guard *guard) {
+  if (mkfifo("output", 0600) != 0 && errno != EEXIST)
+    return -1;
+  guard->output = open("output", O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  guard->log = open("log", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (guard->output < 0 || guard->log < 0)
+    return -1;
+  fcntl(guard->output, F_SETPIPE_SZ,
+        1 << 20); /* room while another guard takes over; refused is fine */
+  guard->state->log_size = lseek(guard->log, 0, SEEK_END);
+  guard->state->log_grew = cir_now();
+  return 0;
+}
+
+/* What splice cannot do, on a full disk or an odd file system. Returns the bytes taken; those not
+ * written are counted. */
+static ssize_t copy_or_drop(cir_guard *guard) {
+  static char data[CHUNK];
+  ssize_t got = read(guard->output, data, sizeof data);
+  ssize_t put = got > 0 ? pwrite(guard->log, data, (size_t)got, guard->state->log_size) : 0;
+  if (got > 0) {
+    guard->state->log_size += put > 0 ? put : 0;
+    guard->state->dropped += (uint64_t)(put > 0 ? got - put : got);
+  }
+  return got;
+}
+
+/* Move what is there, up to a MiB. Returns whether there may be more. */
+bool cir_log_drain(cir_guard *guard) {
+  for (int turn = 0; turn < 16; turn++) {
+    off_t at = guard->state->log_size;
+    ssize_t moved =
+        splice(guard->output, NULL, guard->log, &at, CHUNK, SPLICE_F_NONBLOCK | SPLICE_F_MOVE);
+    if (moved > 0)
+      guard->state->log_size += moved;
+    else if (moved < 0 && errno != EAGAIN && errno != EINTR)
+      moved = copy_or_drop(guard);
+    if (moved <= 0)
+      return false;
+    guard->state->log_grew = cir_now();
+  }
+  return true;
+}

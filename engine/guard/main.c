@@ -1,0 +1,98 @@
+/* main.c - ciranda-guard's command line. */
+#include "guard.h"
+#include <sys/syscall.h>
+
+static const char usage[] =
+    "usage: ciranda-guard COMMAND DIR [OPTION VALUE]...\n"
+    "  run DIR          start DIR/command once, in the background\n"
+    "  follow DIR       copy DIR/log to standard output until the attempt has ended\n"
+    "  stop DIR         ask it to end, wait until it has, print the record\n"
+    "  signal DIR NAME  send another signal to those a stop would be for\n"
+    "  status DIR       print one line of JSON\n"
+    "  adopt DIR        guard an attempt whose guard was killed\n"
+    "options (times in seconds):\n"
+    "  --grace S        from the request to stop to SIGKILL (300)\n"
+    "  --linger S       from the end of the programs to the stop of the rest (2)\n"
+    "  --reason TEXT    why it is stopped, for the record\n"
+    "  --devices P,P    where the accelerator's device files begin (/dev/accel,/dev/vfio/)\n"
+    "  --lock FILE      lock file to remove when nobody holds it or the device\n"
+    "  --boot-id-file F (/proc/sys/kernel/random/boot_id)\n"
+    "  --method M       how statuses are learned: auto wait pidfd ptrace unknown (auto)\n"
+    "  --from N         follow: the offset of the first byte (0)\n"
+    "  --idle-exit S    follow: leave with status 4 when nothing came for so long\n"
+    "exit status: 0 done, 1 failed, 2 usage, 3 the guard is lost, 4 idle\n";
+
+/* Set one option. False when the name or the value is none. */
+static bool set_option(cir_options *options, const char *name, const char *value) {
+  static const char *const methods[] = {"unknown", "wait", "pidfd", "ptrace", "auto"};
+  const struct {
+    const char *name;
+    char *text;
+    int64_t *number;
+    int scale;
+  } known[] = {
+      {"--grace", NULL, &options->grace, 1000}, {"--linger", NULL, &options->linger, 1000},
+      {"--from", NULL, &options->from, 1},      {"--idle-exit", NULL, &options->idle, 1000},
+      {"--reason", options->word, NULL, 0},     {"--devices", options->devices, NULL, 0},
+      {"--lock", options->lock, NULL, 0},       {"--boot-id-file", options->boot_id_file, NULL, 0}};
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+    char *end;
+    if (strcmp(name, known[i].name) != 0)
+      continue;
+    if (known[i].text)
+      return snprintf(known[i].text, CIR_WORD, "%s", value) < CIR_WORD;
+    double number = strtod(value, &end) * known[i].scale;
+    bool good = end != value && *end == '\0' && number >= 0 && number < 9e15;
+    *known[i].number = good ? (int64_t)number : 0;
+    return good;
+  }
+  for (int m = CIR_UNKNOWN; m <= CIR_AUTO && strcmp(name, "--method") == 0; m++)
+    if (strcmp(value, methods[m]) == 0) {
+      options->method = (cir_source)m;
+      return true;
+    }
+  return false;
+}
+
+int main(int argc, char **argv) {
+  static const struct {
+    const char *name;
+    int (*function)(const cir_options *options);
+  } commands[] = {{"run", cir_run},           {"follow", cir_follow}, {"stop", cir_stop},
+                  {"signal", cir_ask_signal}, {"status", cir_status}, {"adopt", cir_adopt}};
+  cir_options options = {.word = "asked to stop",
+                         .devices = "/dev/accel,/dev/vfio/",
+                         .boot_id_file = "/proc/sys/kernel/random/boot_id",
+                         .grace = 300000,
+                         .linger = 2000,
+                         .idle = -1,
+                         .method = CIR_AUTO};
+  signal(SIGPIPE, SIG_IGN);
+  for (int fd = 0; fd >= 0 && fd <= STDERR_FILENO;)
+    fd = open("/dev/null", O_RDWR); /* so that no file of ours becomes a standard stream */
+  if (syscall(SYS_close_range, 3u, ~0u, 0u) != 0)
+    for (int fd = 3; fd < 1024; fd++)
+      close(fd); /* what the caller forgot to close would hold its connection open */
+  if (argc == 2 && strcmp(argv[1], "--help") == 0)
+    return fputs(usage, stdout) >= 0 ? CIR_OK : CIR_FAILED;
+  for (size_t i = 0; argc >= 3 && i < sizeof commands / sizeof *commands; i++) {
+    int at = 3;
+    if (strcmp(argv[1], commands[i].name) != 0)
+      continue;
+    options.directory = argv[2];
+    if (commands[i].function == cir_ask_signal)
+      snprintf(options.word, CIR_WORD, "%s", at < argc ? argv[at++] : "");
+    while (at + 1 < argc && set_option(&options, argv[at], argv[at + 1]))
+      at += 2;
+    if (at < argc) {
+      cir_fail("%s: not an option with a value: \"%s\" (see --help)", argv[1], argv[at]);
+      return CIR_USAGE;
+    }
+    if (chdir(options.directory) != 0)
+      return cir_fail("cannot enter the attempt directory %s: %s", options.directory,
+                      strerror(errno));
+    return commands[i].function(&options);
+  }
+  fputs(usage, stderr);
+  return CIR_USAGE;
+}

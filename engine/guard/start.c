@@ -1,0 +1,271 @@
+/*
+ * start.c - starting once, and adopting what was started.
+ *
+ * `run` leaves two processes behind, in a session of their own: the outer one waits for the inner
+ * one, which is the command's guard. Both are subreapers: when the inner one is killed its children
+ * become the outer one's, which goes on from the shared state. When both are killed, `adopt` finds
+ * the processes by their environment.
+ */
+#include "guard.h"
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+
+/* What the runner has staged; cwd is a descriptor. */
+typedef struct {
+  char *command, *shell, *environment;
+  size_t environment_size;
+  int cwd;
+  mode_t mask;
+} staged;
+
+/* Read what was staged. What can be refused is refused here, while the attempt can be repaired. */
+static int prepare(const char *directory, staged *start) {
+  size_t size = 0;
+  const char *shell = getenv("SHELL"), *home = getenv("HOME");
+  start->command = cir_read("command", &size);
+  if (!start->command)
+    return cir_fail("cannot read %s/command: %s; stage it first", directory, strerror(errno));
+  if (strlen(start->command) != size)
+    return cir_fail("%s/command holds a NUL byte: it must be text", directory);
+  start->environment = cir_read("environment", &start->environment_size);
+  if (!start->environment && errno != ENOENT)
+    return cir_fail("cannot read %s/environment: %s", directory, strerror(errno));
+  const char *variable = start->environment;
+  for (; variable && variable < start->environment + start->environment_size;
+       variable += strlen(variable) + 1)
+    if (!strchr(variable, '=') || *variable == '=')
+      return cir_fail("%s/environment: the entry at byte %td is not VARIABLE=VALUE and a NUL byte",
+                      directory, variable - start->environment);
+  start->shell = cir_first_line("shell");
+  if (!start->shell)
+    start->shell = strdup(shell && shell[0] == '/' ? shell : "/bin/sh");
+  if (access(start->shell, X_OK) != 0)
+    return cir_fail("cannot run the shell %s: %s; name another in %s/shell", start->shell,
+                    strerror(errno), directory);
+  char *cwd = cir_first_line("cwd"); /* a relative one is below the home directory, as ssh has it */
+  int below = open(home ? home : "/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  start->cwd = openat(below, cwd ? cwd : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (start->cwd < 0)
+    cir_fail("cannot enter the working directory %s: %s", cwd ? cwd : home, strerror(errno));
+  free(cwd);
+  return start->cwd < 0 ? CIR_FAILED : CIR_OK;
+}
+
+/* Make the attempt ours. 1: it is; 0: it was started before; -1: neither, and why was said. */
+static int claim(const char *directory, int *lock) {
+  *lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  for (int tries = 400; flock(*lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries--) {
+    if (access("started", F_OK) == 0)
+      return 0;
+    if (tries == 0)
+      return -cir_fail("another process holds the lock of %s", directory);
+    cir_nap(5);
+  }
+  if (mkdir("started", 0700) == 0)
+    return 1;
+  if (errno == EEXIST)
+    return 0;
+  return -cir_fail("cannot make %s/started: %s; nothing was started", directory, strerror(errno));
+}
+
+/* Map the shared state, a new one or the one that is there. NULL with errno; EPROTO: another build
+ * of the guard made it. */
+cir_state *cir_map(bool fresh) {
+  const uint32_t magic = 0x43524700u + (uint32_t)sizeof(cir_state);
+  int file = fresh ? cir_reserve("state", sizeof(cir_state)) : open("state", O_RDWR | O_CLOEXEC);
+  if (file < 0)
+    return NULL;
+  bool whole = lseek(file, 0, SEEK_END) >= (off_t)sizeof(cir_state);
+  cir_state *state =
+      whole ? mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+  close(file);
+  if (state != MAP_FAILED && fresh)
+    *state = (cir_state){.magic = magic};
+  if (state != MAP_FAILED && state->magic == magic && state->count <= CIR_TARGETS)
+    return state;
+  errno = EPROTO;
+  return NULL;
+}
+
+/* Open what every guarding process needs and reserve the record's blocks. */
+static int set_up(cir_guard *guard, const cir_options *options, bool fresh) {
+  guard->state = cir_map(fresh);
+  for (size_t i = 0; i < CIR_TARGETS; i++)
+    guard->pidfds[i] = -1;
+  int record = guard->state ? cir_reserve("exit.new", CIR_RECORD_SIZE) : -1;
+  if (record < 0 || cir_log_open(guard) != 0 || (mkfifo("wake", 0600) != 0 && errno != EEXIST) ||
+      (guard->wake = open("wake", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0)
+    return cir_fail("cannot set up the guard in %s: %s; nothing was started", options->directory,
+                    strerror(errno));
+  close(record);
+  return CIR_OK;
+}
+
+/* Leave the caller's session, terminal, streams and signals, in the child that becomes a guard. */
+static void detach(cir_guard *guard) {
+  sigset_t set;
+  setsid();
+  int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (int stream = 0; stream <= 2; stream++)
+    dup2(null, stream);
+  signal(SIGCHLD, SIG_DFL); /* inherited as ignored it would take the children's statuses away */
+  sigfillset(&set);
+  sigprocmask(SIG_SETMASK, &set, NULL);
+  guard->signals = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
+  prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+}
+
+/* Become the command when the guard says go, in the leader. What fails is left in the shared state.
+ */
+static void become_command(cir_state *state, const staged *start, int go, int output) {
+  char byte;
+  const char *name = strrchr(start->shell, '/');
+  sigset_t none;
+  if (read(go, &byte, 1) != 1)
+    _exit(127); /* the guard is gone, and has not noted this process: nothing may run */
+  setsid();
+  umask(start->mask);
+  for (int number = 1; number < NSIG; number++)
+    signal(number, SIG_DFL);
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, NULL);
+  for (size_t at = 0; at < start->environment_size; at += strlen(start->environment + at) + 1)
+    putenv(start->environment + at);
+  putenv(cir_marker());
+  dup2(output, STDOUT_FILENO);
+  dup2(output, STDERR_FILENO);
+  if (fchdir(start->cwd) == 0)
+    execl(start->shell, name ? name + 1 : start->shell, "-c", start->command, (char *)NULL);
+  snprintf(state->error, sizeof state->error, "cannot run %.99s: %s", start->shell,
+           strerror(errno));
+  _exit(127);
+}
+
+/* Start the leader: it is noted, in DIR/pid too, before it may become the command. */
+static void start_leader(cir_guard *guard, const staged *start) {
+  cir_state *state = guard->state;
+  cir_proc proc;
+  int go[2], output = open("output", O_RDWR | O_CLOEXEC);
+  pid_t leader =
+      output >= 0 && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go) == 0 ? fork() : -1;
+  if (leader == 0) {
+    close(go[0]);
+    become_command(state, start, go[1], output);
+  }
+  snprintf(state->error, sizeof state->error, "cannot start a process: %s", strerror(errno));
+  if (leader > 0) {
+    char line[200];
+    close(go[1]);
+    cir_proc_read(leader, &proc, NULL);
+    cir_target_add(guard, &proc);
+    int length = snprintf(line, sizeof line, "%d %llu %s\n", (int)leader,
+                          (unsigned long long)proc.start, state->boot_id);
+    const cir_text text = {line, sizeof line, (size_t)length};
+    if (cir_replace("pid.new", "pid", &text) == 0) {
+      state->started_at = cir_wall();
+      state->error[0] = '\0';
+      if (write(go[0], "g", 1) != 1 ||
+          read(go[0], line, 1) != 0) /* exec and its failure close it */
+        snprintf(state->error, sizeof state->error, "the command was killed before it began");
+      cir_proc_read(leader, &proc, NULL);
+      memcpy(state->targets[0].exe, proc.exe, sizeof proc.exe);
+    } else {
+      snprintf(state->error, sizeof state->error, "cannot write the file pid: %s", strerror(errno));
+    }
+    close(go[0]);
+    close(output);
+  }
+  if (state->error[0]) {
+    state->count = 0; /* what ends now is not the command */
+    unlink("pid");
+  }
+}
+
+/* Fork a guard, to start what is staged or, without, to watch what is there, and wait until it
+ * does. Sets *forked. */
+static int begin(cir_guard *guard, staged *start, const char *directory, bool *forked) {
+  cir_state *state = guard->state;
+  state->begun = false;
+  pid_t outer = fork();
+  if (outer < 0)
+    return cir_fail("cannot start a process: %s; nothing was started", strerror(errno));
+  *forked = true;
+  if (outer > 0) {
+    close(guard->lock); /* it is the guard's */
+    for (int tries = 30000; !__atomic_load_n(&state->begun, __ATOMIC_ACQUIRE); tries--) {
+      if (tries == 0 || !cir_guarded())
+        return cir_fail("the guard of %s %s", directory,
+                        tries ? "died while it started" : "has not begun in 30 s");
+      cir_nap(1);
+    }
+    return state->error[0] ? cir_fail("%s", state->error) : CIR_OK;
+  }
+  detach(guard);
+  state->outer = getpid();
+  if (start) {
+    start->mask = umask(077);
+    pid_t inner = fork();
+    if (inner > 0)
+      exit(cir_outer_loop(guard, inner));
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+  }
+  state->guard = getpid();
+  guard->exit_info = cir_has_exit_info();
+  if (start)
+    start_leader(guard, start);
+  else if (state->count > 0)
+    cir_watch(guard, &state->targets[0]);
+  exit(cir_guard_loop(guard));
+}
+
+/* `run DIR`: start the command once and leave a guard behind. */
+int cir_run(const cir_options *options) {
+  static cir_guard guard;
+  static staged start;
+  bool started = access("started", F_OK) == 0;
+  if (!started && prepare(options->directory, &start) != CIR_OK)
+    return CIR_FAILED;
+  int claimed = started ? 0 : claim(options->directory, &guard.lock);
+  if (claimed < 0)
+    return CIR_FAILED;
+  bool forked = false, good = claimed == 0 || set_up(&guard, options, true) == CIR_OK;
+  if (claimed > 0 && good) {
+    guard.state->options = *options;
+    cir_boot_id(options, guard.state->boot_id, sizeof guard.state->boot_id);
+    cir_clear_lock(guard.state);
+    good = begin(&guard, &start, options->directory, &forked) == CIR_OK;
+  }
+  if (!good && !forked)
+    rmdir("started"); /* it can be started when there is room again */
+  if (good)
+    cir_status(options);
+  return good ? CIR_OK : CIR_FAILED;
+}
+
+/* `adopt DIR`: guard what is left of an attempt whose guards were killed. Quiet, and CIR_OK where
+ * there is nothing to do. */
+int cir_adopt(const cir_options *options) {
+  static cir_guard guard;
+  bool forked;
+  guard.lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 ||
+      flock(guard.lock, LOCK_EX | LOCK_NB) != 0)
+    return CIR_OK;
+  const cir_state *there = cir_map(false);
+  char boot_id[64];
+  cir_boot_id(options, boot_id, sizeof boot_id);
+  if (!there || strcmp(there->boot_id, boot_id) != 0) {
+    close(guard.lock);
+    cir_status(options);
+    cir_fail("%s is lost: %s", options->directory,
+             there ? "the machine was started again" : strerror(errno));
+    return CIR_LOST;
+  }
+  if (set_up(&guard, options, false) != CIR_OK)
+    return CIR_FAILED;
+  guard.state->adopted = true;
+  return begin(&guard, NULL, options->directory, &forked);
+}

@@ -1,0 +1,126 @@
+/*
+ * supervise.c - the loop of a guard, its end, and the outer process that takes over when the inner
+ * one is killed.
+ */
+#include "guard.h"
+#include <sys/file.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+
+#define BEAT 5000        /* ms between two signs of life */
+#define ADOPTED_BEAT 250 /* ms between two looks at processes that are nobody's children here */
+
+/* Remove the accelerator library's lock file when nobody has it locked or holds the device: the
+ * dead leave it behind. */
+void cir_clear_lock(const cir_state *state) {
+  static cir_tree tree;
+  int lock =
+      state->options.lock[0] ? open(state->options.lock, O_RDWR | O_NOFOLLOW | O_CLOEXEC) : -1;
+  if (lock < 0)
+    return;
+  bool held = flock(lock, LOCK_EX | LOCK_NB) != 0;
+  cir_tree_scan(&tree, state);
+  cir_tree_descriptors(&tree, state->options.devices);
+  for (size_t i = 0; i < tree.count; i++)
+    held = held || tree.list[i].holds;
+  if (!held)
+    unlink(state->options.lock);
+  close(lock);
+}
+
+/* Nothing is left: write down what is known, and go. Returns the guard's exit status. */
+static int finish(cir_guard *guard) {
+  for (int64_t deadline = cir_now() + 10000; cir_log_drain(guard) && cir_now() < deadline;)
+    ;
+  cir_settle(guard);
+  cir_clear_lock(guard->state);
+  fdatasync(guard->log);
+  for (int tries = 60; cir_record_write(guard->state) != 0; tries--) {
+    if (tries == 0)
+      return CIR_FAILED; /* the state file still says everything to the next guard */
+    cir_nap(1000);
+  }
+  unlink("alive");
+  unlink("wake");
+  unlink("output");
+  unlink("state");
+  return CIR_OK;
+}
+
+/* Take in the signals of this process. Returns whether one of them asks to stop. */
+static bool asked_to_stop(const cir_guard *guard) {
+  struct signalfd_siginfo info;
+  bool stop = false;
+  while (read(guard->signals, &info, sizeof info) == (ssize_t)sizeof info)
+    stop = stop || info.ssi_signo == SIGTERM || info.ssi_signo == SIGINT;
+  return stop;
+}
+
+/* Whether anything of ours runs. What was adopted is nobody's child here: look for it. */
+static bool anything_left(cir_guard *guard, int64_t *look) {
+  static cir_tree tree;
+  bool children = cir_reap(guard);
+  if (!guard->state->adopted || cir_now() < *look)
+    return children || guard->state->adopted;
+  *look = cir_now() + ADOPTED_BEAT;
+  cir_settle(guard);
+  return cir_tree_scan(&tree, guard->state) > 0;
+}
+
+/* Guard until nothing of the command is left. Returns the guard's exit status. */
+int cir_guard_loop(cir_guard *guard) {
+  cir_state *state = guard->state;
+  int64_t beat = 0, step = 0, look = 0;
+  for (uint32_t i = 0; i < state->count; i++)
+    state->targets[i].seized = false; /* the kernel let go of what another guard traced */
+  state->guard = getpid();
+  __atomic_store_n(&state->begun, true, __ATOMIC_RELEASE);
+  while (anything_left(guard, &look)) {
+    bool more = cir_log_drain(guard);
+    int64_t now = cir_now();
+    cir_announce(state);
+    if (now >= beat) {
+      int alive = open("alive", O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+      futimens(alive, NULL);
+      close(alive);
+      beat = now + BEAT;
+    }
+    if (now >= step && cir_stop_step(guard)) {
+      /* Soon again, later less often; and a long process list must not cost a core. */
+      int64_t took = cir_now() - now, least = cir_wall() - state->stop_at < 10000 ? 20 : 100;
+      step = now + (5 * took > least ? 5 * took : least);
+    }
+    int64_t next = state->asked && step < beat ? step : beat;
+    if (state->adopted && look < next)
+      next = look;
+    int64_t rest = more || next < cir_now() ? 0 : next - cir_now();
+    struct pollfd fds[] = {
+        {guard->signals, POLLIN, 0}, {guard->wake, POLLIN, 0}, {guard->output, POLLIN, 0}};
+    poll(fds, 3, (int)rest);
+    char wake[64];
+    while (read(guard->wake, wake, sizeof wake) > 0)
+      step = 0; /* somebody asks for something: it is in the state */
+    if (asked_to_stop(guard))
+      cir_ask(state, state->options.grace, state->options.linger, "the guard was told to end");
+  }
+  return finish(guard);
+}
+
+/* Pass signals on to the inner process, and go on in its place when it is killed. Returns the
+ * guard's exit status. */
+int cir_outer_loop(cir_guard *guard, pid_t inner) {
+  struct pollfd fd = {guard->signals, POLLIN, 0};
+  siginfo_t info = {0};
+  while (waitid(P_PID, (id_t)inner, &info, WEXITED | WNOHANG) == 0 && info.si_pid == 0) {
+    poll(&fd, 1, -1);
+    if (asked_to_stop(guard))
+      kill(inner, SIGTERM);
+  }
+  if (access("exit", F_OK) == 0)
+    return CIR_OK;
+  guard->state->takeovers++;
+  if (guard->state->count == 0 && !guard->state->error[0])
+    strcpy(guard->state->error, "the guard was killed before it started the command");
+  guard->state->log_size = lseek(guard->log, 0, SEEK_END);
+  return cir_guard_loop(guard);
+}

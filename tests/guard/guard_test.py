@@ -1,0 +1,646 @@
+#!/usr/bin/env python3
+"""What a guard promises besides the signal matrix: starting once, its death, disks, logs, environment, the record."""
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+from harness import Attempt, Skip, Suite
+
+NOBODY = 65534
+
+
+def lines(count):
+    """What `child chatter=COUNT` prints."""
+    return b"".join(b"%020d %042d\n" % (i, 0) for i in range(count))
+
+
+def case(function):
+    """Give a case its attempt and clear up after it."""
+
+    def run(suite):
+        attempt = Attempt(suite)
+        try:
+            function(attempt)
+        finally:
+            attempt.clear()
+
+    CASES.append((function.__doc__.splitlines()[0].rstrip("."), run))
+    return function
+
+
+CASES = []
+
+
+@case
+def environment(attempt):
+    """Environment, working directory, shell, standard streams, umask, signals and descriptors of the command."""
+    value = b"a b\n'\"$x\xff"
+    script = (
+        "import os, signal, sys, resource\n"
+        "value = os.environb[b'CIR_TEST']\n"
+        "os.write(1, repr([value, os.environ['HOME'], os.getcwd(), os.readlink('/proc/self/fd/0'), "
+        "sorted(os.listdir('/proc/self/fd'))[:3], len(os.listdir('/proc/self/fd')), "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGHUP) == signal.SIG_DFL, "
+        "os.umask(0), os.getsid(0) == os.getppid()]).encode())\n")
+    with open(os.path.join(attempt.work, "look.py"), "w") as file:
+        file.write(script)
+    leak = os.open("/dev/null", os.O_RDONLY)
+    attempt.stage("python3 look.py; exit $?", environment=b"CIR_TEST=" + value + b"\0HOME=/elsewhere\0")
+    result = attempt.call("run", pass_fds=[leak], preexec_fn=lambda: (os.umask(0o027), signal.signal(
+        signal.SIGHUP, signal.SIG_IGN), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])))
+    os.close(leak)
+    assert result.returncode == 0, result.stderr
+    record = attempt.record()
+    assert record["status"] == 0 and record["status_source"] == "leader", record
+    want = [value, "/elsewhere", os.path.realpath(attempt.work), "/dev/null", ["0", "1", "2"], 4, set(), True, 0o027, True]
+    got = eval(attempt.log())  # the test's own program wrote it
+    assert got == want, (got, want)
+
+
+@case
+def home_relative(attempt):
+    """A relative working directory is below the home directory, and the shell is the caller's."""
+    os.makedirs(os.path.join(attempt.work, "run"))
+    attempt.stage("pwd; echo $BASH_VERSION", cwd="run")
+    os.unlink(attempt.path("shell"))
+    attempt.call("run", env={"HOME": attempt.work, "SHELL": "/bin/bash"})
+    assert attempt.record()["status"] == 0
+    out = attempt.log().decode().splitlines()
+    assert out[0] == os.path.join(attempt.work, "run") and out[1], out
+
+
+@case
+def refusals(attempt):
+    """What cannot be started is refused with a reason, and can be repaired."""
+    def refused(what, *options):
+        result = attempt.call("run", *options)
+        assert result.returncode == 1 and what.encode() in result.stderr, (what, result)
+        assert not os.path.exists(attempt.path("started")), what
+        assert attempt.status()["state"] == "staged"
+    refused("stage it first")
+    attempt.stage("exit 4", cwd="/no/such/place")
+    refused("/no/such/place")
+    attempt.stage("exit 4", cwd="/etc/passwd")
+    refused("Not a directory")
+    attempt.stage("exit 4", environment=b"GOOD=1\0BAD\0")
+    refused("byte 7")
+    attempt.stage("exit 4", environment=b"GOOD=1\0", shell="/no/such/shell")
+    refused("/no/such/shell")
+    attempt.stage("exit 4\0")
+    refused("NUL")
+    assert attempt.call("run", "--grace", "x").returncode == 2
+    assert attempt.call("run", "--grace", "-1").returncode == 2
+    assert attempt.call("run", "--method", "guess").returncode == 2
+    assert attempt.call("run", "--grace").returncode == 2
+    assert attempt.call("walk").returncode == 2
+    assert b"not started" in attempt.call("follow").stderr or attempt.call("follow").returncode == 1
+    attempt.run("exit 4")
+    assert attempt.record()["status"] == 4
+
+
+@case
+def cannot_exec(attempt):
+    """A command too long for the system is an error of `run`, with a record that invents no status."""
+    attempt.stage("exit 0 #" + "x" * 200000)
+    result = attempt.call("run")
+    assert result.returncode == 1 and b"Argument list too long" in result.stderr, result
+    record = attempt.record()
+    assert record["leader"] is None and record["status"] is None and "too long" in record["error"], record
+
+
+@case
+def channel_closes(attempt):
+    """`run` returns and its channel closes while the command goes on."""
+    begin = time.monotonic()
+    attempt.run(attempt.cmd(100, 0, "for=2000"))  # capture_output waits for the end of both streams
+    assert time.monotonic() - begin < 1.5
+    assert attempt.record()["status"] == 0
+
+
+@case
+def sixty_starts(attempt):
+    """Sixty parallel starts run once, and all of them succeed."""
+    attempt.stage("echo started >> count; sleep 1; exit 3")
+    runs = [subprocess.Popen([attempt.suite.guard, "run", attempt.directory], stdout=subprocess.PIPE)
+            for _ in range(60)]
+    outputs = [run.communicate(timeout=30)[0] for run in runs]
+    assert all(run.returncode == 0 for run in runs), [run.returncode for run in runs]
+    states = [json.loads(out) for out in outputs]
+    assert {s["state"] for s in states} <= {"running", "exited"}, states
+    assert len({s["pid"] for s in states if s["state"] == "running"}) == 1, states
+    assert attempt.record()["status"] == 3
+    with open(os.path.join(attempt.work, "count")) as file:
+        assert file.read() == "started\n"
+    result = attempt.call("run")
+    assert result.returncode == 0 and json.loads(result.stdout)["state"] == "exited"
+
+
+@case
+def inner_killed(attempt):
+    """SIGKILL of the inner guard: the outer one goes on, no byte and no status is lost."""
+    attempt.run(attempt.cmd(200, 9, "chatter=30000", "for=1") + "; exit $?")
+    time.sleep(0.1)
+    before = attempt.status()
+    os.kill(before["guard"], signal.SIGKILL)
+    attempt.wait_for("the takeover", lambda: attempt.status()["guard"] == before["outer"])
+    record = attempt.record()
+    assert record["status"] == 9 and record["leader"]["source"] == "wait" and record["takeovers"] == 1, record
+    assert attempt.log() == lines(30000), "the log differs"
+    assert record["log_bytes"] == 30000 * 64 and record["dropped_bytes"] == 0
+
+
+@case
+def inner_killed_in_stop(attempt):
+    """SIGKILL of the inner guard after the TERM: no second TERM, and the stop goes on."""
+    attempt.run(attempt.cmd(1000, 11) + "; true", "--linger", "0.3")
+    attempt.wait_ready()
+    stop = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"], stdout=subprocess.PIPE)
+    attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
+    os.kill(attempt.status()["guard"], signal.SIGKILL)
+    record = json.loads(stop.communicate(timeout=20)[0])
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
+    assert record["status"] == 11 and record["takeovers"] == 1, record
+
+
+@case
+def outer_killed(attempt):
+    """SIGKILL of the outer guard alone changes nothing."""
+    attempt.run(attempt.cmd(200, 12) + "; true")
+    attempt.wait_ready()
+    os.kill(attempt.status()["outer"], signal.SIGKILL)
+    record, _ = attempt.stop("--grace", "20", "--linger", "0.2")
+    assert record["status"] == 12 and record["takeovers"] == 0, record
+
+
+def kill_both(attempt):
+    status = attempt.status()
+    os.kill(status["outer"], signal.SIGKILL)
+    os.kill(status["guard"], signal.SIGKILL)
+    attempt.wait_for("the loss", lambda: attempt.status()["state"] == "lost")
+    return status
+
+
+@case
+def both_killed(attempt):
+    """SIGKILL of both guards: lost, then adopted; nothing of the log is lost, and the status is true or unknown."""
+    attempt.run(attempt.cmd(200, 13, "chatter=20000") + "; true")
+    attempt.wait_ready()
+    pid = kill_both(attempt)["pid"]
+    result = attempt.call("status")
+    status = json.loads(result.stdout)
+    assert result.returncode == 3 and len(status["processes"]) == 2 and not status["rebooted"], (result.returncode, status)
+    assert attempt.call("follow", "--from", "0").returncode == 3
+    again = attempt.call("run")
+    assert again.returncode == 0 and json.loads(again.stdout)["state"] == "lost", again
+    assert attempt.call("adopt").returncode == 0
+    adopted = attempt.status()
+    assert adopted["state"] == "running" and adopted["adopted"] and adopted["pid"] == pid, adopted
+    attempt.wait_for("the log", lambda: len(attempt.log()) == 20000 * 64)
+    record, _ = attempt.stop("--grace", "20", "--linger", "0.2")
+    assert attempt.log() == lines(20000), "the log differs"
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
+    target = [t for t in record["targets"] if t["wave"] == 1]
+    assert len(target) == 1 and target[0]["code"] in (13, None), record
+    assert record["status"] == (13 if target[0]["code"] == 13 else record["leader"]["code"]), record
+    assert attempt.alive() == []
+
+
+@case
+def both_killed_in_stop(attempt):
+    """SIGKILL of both guards after the TERM: `stop` adopts, and sends no second TERM."""
+    attempt.run(attempt.cmd(1200, 14) + "; true", "--linger", "0.2")
+    attempt.wait_ready()
+    first = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"],
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
+    kill_both(attempt)
+    assert first.wait(20) == 1
+    record, _ = attempt.stop("--grace", "20")
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
+    assert record["adopted"] and record["status"] in (14, 0, 143), record
+    assert attempt.alive() == []
+
+
+@case
+def both_killed_and_over(attempt):
+    """SIGKILL of both guards and of the command: adopting writes a record, with no invented status."""
+    attempt.run("exec " + attempt.cmd(200, 15))
+    attempt.wait_ready()
+    os.kill(kill_both(attempt)["pid"], signal.SIGKILL)
+    attempt.wait_for("the end", lambda: attempt.alive() == [])
+    attempt.call("adopt")
+    record = attempt.record()
+    known = record["leader"]["source"] == "pidfd"
+    assert record["adopted"] and record["leader"]["signal"] == (9 if known else None), record
+    assert record["status"] == (137 if known else None), record
+    assert record["status_source"] == ("leader" if known else "unknown"), record
+
+
+@case
+def rebooted(attempt):
+    """Another boot id and no record: lost, and nothing is adopted or signalled."""
+    boot = os.path.join(attempt.work, "boot_id")
+    with open(boot, "w") as file:
+        file.write("boot-one\n")
+    attempt.run("exec " + attempt.cmd(200, 0), "--boot-id-file", boot)
+    attempt.wait_ready()
+    assert attempt.status("--boot-id-file", boot)["boot_id"] == "boot-one"
+    kill_both(attempt)
+    with open(boot, "w") as file:
+        file.write("boot-two\n")
+    for subcommand in ("status", "adopt", "stop"):
+        result = attempt.call(subcommand, "--boot-id-file", boot)
+        status = json.loads(result.stdout)
+        assert result.returncode == 3 and status["state"] == "lost" and status["rebooted"], (subcommand, result)
+    assert list(attempt.events().values()) == [["ready"]]
+
+
+@case
+def stop_before_start(attempt):
+    """A stop before the start: the attempt has ended, and a late start does nothing."""
+    attempt.stage("touch ran")
+    record, _ = attempt.stop("--reason", "changed my mind")
+    assert record["status"] is None and record["reason"] == "changed my mind" and record["leader"] is None, record
+    result = attempt.call("run")
+    assert result.returncode == 0 and json.loads(result.stdout)["state"] == "exited", result
+    assert not os.path.exists(os.path.join(attempt.work, "ran"))
+
+
+@case
+def ignorer(attempt):
+    """A program that ignores TERM is killed at the end of the grace, not before and not much later."""
+    attempt.run(attempt.cmd(200, 0, "ignore") + "; true")
+    attempt.wait_ready()
+    record, took = attempt.stop("--grace", "1", "--reason", "a \"reason\"\n\xe9")
+    assert 1.0 <= took < 2.5, took
+    assert record["status"] == 137 and record["killed"] >= 2, record
+    assert record["reason"].startswith('a "reason"'), record
+    assert attempt.alive() == []
+
+
+@case
+def shorter_grace(attempt):
+    """A second stop can shorten the grace, never lengthen it; neither sends a second TERM."""
+    attempt.run("exec " + attempt.cmd(20000, 0))
+    attempt.wait_ready()
+    first = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "30"],
+                             stdout=subprocess.DEVNULL)
+    attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
+    record, took = attempt.stop("--grace", "0.5")
+    assert took < 2 and record["status"] == 137, (took, record)
+    assert first.wait(10) == 0
+    assert list(attempt.events().values()) == [["ready", "term"]]
+    again, _ = attempt.stop()
+    assert again == record
+
+
+@case
+def not_permitted(attempt):
+    """A program of another user: the record says that the signal was not delivered, and why."""
+    if os.geteuid() != 0:
+        raise Skip("a program of another user is needed: run as root")
+    child = os.path.join(attempt.work, "cir-root-child")
+    subprocess.run(["cp", attempt.suite.child, child], check=True)
+    os.chmod(child, 0o4755)
+    attempt.user = NOBODY
+    os.chown(attempt.directory, NOBODY, NOBODY)
+    open(attempt.journal, "w").close()
+    os.chmod(attempt.journal, 0o666)
+    attempt.run(attempt.cmd(200, 21, "root", "for=3000", child=child) + "; exit $?")
+    attempt.wait_ready()
+    record, took = attempt.stop("--grace", "1")
+    target = [t for t in record["targets"] if t["wave"] == 1]
+    assert len(target) == 1 and target[0]["delivery"] == "not delivered: EPERM" and not target[0]["signalled"], record
+    assert target[0]["code"] in (21, None) and took > 1, record
+    assert list(attempt.events().values()) == [["ready", "end"]], attempt.events()
+
+
+@case
+def unprivileged(attempt):
+    """As an ordinary user: started, stopped, and the files are that user's own."""
+    attempt.user = NOBODY if os.geteuid() == 0 else None
+    if attempt.user:
+        for path in (attempt.directory, attempt.work):
+            os.chown(path, NOBODY, NOBODY)
+    attempt.run(attempt.cmd(200, 22) + "; true")
+    attempt.wait_ready()
+    record, _ = attempt.stop("--grace", "20", "--linger", "0.2")
+    assert record["status"] == 22, record
+    assert {os.stat(attempt.path(n)).st_uid for n in os.listdir(attempt.directory) if n in ("log", "exit", "pid")} == {
+        NOBODY if os.geteuid() == 0 else os.geteuid()}
+    assert os.stat(attempt.path("log")).st_mode & 0o077 == 0
+
+
+@case
+def follow_reconnects(attempt):
+    """Following from an offset over many lost connections gives identical bytes."""
+    count = 30000
+    attempt.run(attempt.cmd(200, 0, f"chatter={count}", "for=1"))
+    got, cuts = b"", 0
+    draw = random.Random(attempt.nonce)
+    while True:
+        follow = subprocess.Popen([attempt.suite.guard, "follow", attempt.directory, "--from", str(len(got))],
+                                  stdout=subprocess.PIPE)
+        end = time.monotonic() + draw.uniform(0.005, 0.05)
+        os.set_blocking(follow.stdout.fileno(), False)
+        while time.monotonic() < end or cuts >= 40:
+            data = follow.stdout.read(draw.randint(1, 50000))
+            if data:
+                got += data
+            if data == b"":
+                break
+            time.sleep(0.001)
+        if follow.poll() is None and cuts < 40:
+            follow.kill()
+        follow.stdout.close()
+        if follow.wait(20) == 0:
+            break
+        cuts += 1
+    assert cuts >= 5, f"only {cuts} connections were cut"
+    attempt.record()
+    assert got == attempt.log() or len(got) < len(attempt.log()), "the bytes differ"
+    rest = attempt.call("follow", "--from", len(got))
+    assert rest.returncode == 0 and got + rest.stdout == lines(count), "the bytes differ"
+    beyond = attempt.call("follow", "--from", count * 64 + 1)
+    assert beyond.returncode == 1 and b"beyond" in beyond.stderr, beyond
+
+
+@case
+def follow_ends(attempt):
+    """Following ends: with the attempt, when idle for as long as asked, and when nobody reads any more."""
+    attempt.run("echo one; sleep 1.2; echo two")
+    result = attempt.call("follow", "--from", 0, "--idle-exit", "0.4")
+    assert result.returncode == 4 and result.stdout == b"one\n", result
+    reader = subprocess.Popen([attempt.suite.guard, "follow", attempt.directory], stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL)
+    assert os.read(reader.stdout.fileno(), 100) == b"one\n"
+    reader.stdout.close()
+    assert reader.wait(5) == 1
+    result = attempt.call("follow", "--from", 2)
+    assert result.returncode == 0 and result.stdout == b"e\ntwo\n", result
+
+
+@case
+def leader_announced(attempt):
+    """The leader's end is announced while its tree goes on; the attempt ends with the tree."""
+    attempt.run("(" + attempt.cmd(100, 5, "for=1200") + ") & exit 6")
+    attempt.wait_for("the notice", lambda: os.path.exists(attempt.path("leader")), 5)
+    with open(attempt.path("leader")) as file:
+        leader = json.load(file)
+    assert leader["code"] == 6 and not os.path.exists(attempt.path("exit")), leader
+    assert len(attempt.status()["processes"]) == 1
+    record = attempt.record()
+    assert record["status"] == 6 and record["leader"]["ended_at"] + 0.5 < record["ended_at"], record
+
+
+@case
+def signals(attempt):
+    """Another signal reaches whom a stop would be for, and only them; TERM is refused."""
+    attempt.run(attempt.cmd(200, 0) + " workers; true")
+    attempt.wait_ready()
+    reply = json.loads(attempt.call("signal", "USR1").stdout)
+    attempt.wait_for("the signal", lambda: any("usr1" in e for e in attempt.events().values()))
+    assert [t["delivery"] for t in reply["targets"]] == ["delivered"] and reply["signal"] == signal.SIGUSR1, reply
+    assert reply["targets"][0]["pid"] == next(iter(attempt.events())), reply
+    assert attempt.call("signal", "TERM").returncode == 2
+    assert attempt.call("signal", "SIGNONSENSE").returncode == 2
+    assert attempt.call("signal").returncode == 2
+    assert json.loads(attempt.call("signal", "sigkill").stdout)["signal"] == 9
+    attempt.wait_for("the death", lambda: attempt.status()["leader"] is None or len(attempt.status()["processes"]) < 4)
+    record, _ = attempt.stop("--grace", "5", "--linger", "0.1")
+    assert record["stopped"], record
+    assert attempt.call("signal", "USR1").returncode == 1
+
+
+@case
+def heartbeat(attempt):
+    """The guard shows that it lives, how long the log has been quiet, and which processes there are; then it clears up."""
+    attempt.run("echo a; sleep 0.7; echo b; sleep 0.5 & sleep 0.5; exit 3")
+    attempt.wait_for("a quiet log", lambda: attempt.status()["log_idle"] > 0.4, 5)
+    assert time.time() - os.stat(attempt.path("alive")).st_mtime < 6
+    attempt.wait_for("the log to grow", lambda: attempt.status()["log_idle"] < 0.3, 5)
+    status = attempt.status()
+    assert sorted(status["processes"]) == sorted(attempt.alive()) and len(status["processes"]) == 3, status
+    assert attempt.record()["status"] == 3
+    kept = {"command", "cwd", "shell", "started", "pid", "log", "exit", "leader"}
+    attempt.wait_for("the guard to clear up", lambda: set(os.listdir(attempt.directory)) <= kept, 2)
+
+
+@case
+def lock_file(attempt):
+    """The accelerator's lock file is removed when nobody holds it or the device, and only then."""
+    lock, device = os.path.join(attempt.work, "lockfile"), os.path.join(attempt.work, "accel0")
+    options = ["--lock", lock, "--devices", os.path.join(attempt.work, "accel")]
+    open(device, "w").close()
+
+    def once(name):
+        other = Attempt(attempt.suite)
+        other.run("test -e " + lock + " && echo there; true", *options)
+        other.record()
+        return other.log()
+    open(lock, "w").close()
+    with open(device) as held:
+        assert once("held device") == b"there\n" and os.path.exists(lock)
+        assert not held.closed
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert once("held lock") == b"there\n" and os.path.exists(lock)
+    assert once("stale before the start") == b"" and not os.path.exists(lock)
+    attempt.run(f"touch {lock}; exec " + attempt.cmd(100, 0, "ignore", "device=" + device), *options)
+    attempt.wait_ready()
+    attempt.stop("--grace", "0.2")
+    assert not os.path.exists(lock)
+
+
+@case
+def outside_holder(attempt):
+    """A holder of the device outside the tree is reported, not signalled."""
+    device = os.path.join(attempt.work, "accel0")
+    open(device, "w").close()
+    other = subprocess.Popen([sys.executable, "-c", "import sys, time; f = open(sys.argv[1]); print(1, flush=True); "
+                              "time.sleep(30)", device], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    try:
+        attempt.run(attempt.cmd(100, 4) + "; true", "--devices", os.path.join(attempt.work, "accel"))
+        attempt.wait_ready()
+        record, _ = attempt.stop("--grace", "10", "--linger", "0.1")
+        assert record["outside_holders"] == [other.pid] and record["status"] == 4, record
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@case
+def many_processes(attempt):
+    """A tree of 300 processes is stopped and reported; the program's save is not disturbed."""
+    attempt.run("for i in $(seq 300); do sleep 100 & done; " + attempt.cmd(300, 23) + "; wait")
+    attempt.wait_ready()
+    record, took = attempt.stop("--grace", "20", "--linger", "0.3")
+    assert record["status"] == 23 and record["killed"] == 0 and took < 6, (took, record["status"])
+    assert len(record["targets"]) + record["targets_omitted"] >= 301, len(record["targets"])
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]]
+    assert attempt.alive() == []
+
+
+@case
+def many_threads(attempt):
+    """A traced program with threads saves and is reported, as is one that is stopped and continued meanwhile."""
+    attempt.run(attempt.cmd(700, 24, "threads") + "; true", "--method", "ptrace", "--linger", "0.2")
+    attempt.wait_ready()
+    child = next(iter(attempt.events()))
+    stop = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"], stdout=subprocess.PIPE)
+    attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(0.3)
+    with open(f"/proc/{child}/stat") as file:
+        state = file.read().rsplit(")", 1)[1].split()[0]
+    os.kill(child, signal.SIGCONT)
+    os.kill(child, signal.SIGUSR1)
+    record = json.loads(stop.communicate(timeout=20)[0])
+    assert state in "tT", state
+    assert list(attempt.events().values()) == [["ready", "term", "usr1", "saved"]], attempt.events()
+    target = record["targets"][0]
+    assert record["status"] == 24 and target["source"] == "ptrace" and target["pid"] == child, record
+
+
+@case
+def shell_only(attempt):
+    """A shell script that saves in its own trap gets the TERM when there is no program."""
+    attempt.run("trap 'echo saved; exit 31' TERM; echo ready; while :; do sleep 0.1; done")
+    attempt.wait_for("the script", lambda: attempt.log() == b"ready\n")
+    record, took = attempt.stop("--grace", "20", "--linger", "5")
+    assert record["status"] == 31 and attempt.log() == b"ready\nsaved\n" and took < 3, (record, attempt.log(), took)
+
+
+@case
+def odd_names(attempt):
+    """Names with quotes and bytes that are no UTF-8 leave the record valid JSON."""
+    directory = os.path.join(attempt.work.encode(), b"q\"\\\n\xff")
+    os.makedirs(directory)
+    program = os.path.join(directory, b"p\"\\\n\xff")
+    subprocess.run(["cp", attempt.suite.child, program], check=True)
+    os.symlink(program, os.path.join(attempt.work, "p"))
+    attempt.run("exec ./p " + attempt.cmd(100, 32).split(" ", 1)[1])
+    attempt.wait_ready()
+    record, _ = attempt.stop("--grace", "10")
+    assert record["status"] == 32 and record["targets"][0]["exe"] == "p\"\\\n\xff", record
+
+
+# The disk cases run in a user and mount namespace with a small tmpfs.
+
+def in_namespace(function, options):
+    def run(suite):
+        attempt = Attempt(suite)
+        place = os.path.join(attempt.work, "disk")
+        os.makedirs(place)
+        command = ["unshare", "-rm", sys.executable, os.path.abspath(__file__), suite.guard, suite.child, "--inside",
+                   function.__name__, "--place", place, "--mount", options]
+        if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
+            raise Skip("user and mount namespaces are not allowed here: sysctl kernel.unprivileged_userns_clone=1")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    CASES.append((function.__doc__.splitlines()[0].rstrip("."), run))
+    return function
+
+
+def fill(place):
+    """Fill the disk to its last byte."""
+    with open(os.path.join(place, "filler"), "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            pass
+
+
+def disk_full_while_running(attempt, place):
+    """A disk that fills up: the command sees no error, what is dropped is counted, the record is whole."""
+    attempt.run(attempt.cmd(100, 41, "chatter=60000", "for=1"))
+    attempt.wait_ready()
+    fill(place)
+    record = attempt.record()
+    assert record["status"] == 41, record
+    assert "write-error" not in attempt.events()[record["leader"]["pid"]], attempt.events()
+    assert record["dropped_bytes"] > 0 and record["log_bytes"] + record["dropped_bytes"] == 60000 * 64, record
+    assert record["log_bytes"] == len(attempt.log()) and attempt.log()[:64] == lines(1)
+
+
+def disk_full_before(attempt, place):
+    """A full disk before the start: refused with the reason; when there is room again it starts."""
+    attempt.stage("exit 42")
+    fill(place)
+    result = attempt.call("run")
+    assert result.returncode == 1 and b"No space left" in result.stderr, result
+    assert not os.path.exists(attempt.path("started")) and attempt.status()["state"] == "staged"
+    os.unlink(os.path.join(place, "filler"))
+    assert attempt.call("run").returncode == 0
+    assert attempt.record()["status"] == 42
+
+
+def no_inodes(attempt, place):
+    """A disk without a free inode: the refusal says that nothing was started."""
+    attempt.stage("exit 43")
+    made = 0
+    try:
+        while True:
+            open(os.path.join(place, f"f{made}"), "w").close()
+            made += 1
+    except OSError:
+        pass
+    result = attempt.call("run")
+    assert result.returncode == 1 and b"nothing was started" in result.stderr, result
+    assert not os.path.exists(attempt.path("started"))
+
+
+INSIDE = {f.__name__: in_namespace(f, o) for f, o in (
+    (disk_full_while_running, "size=2m"), (disk_full_before, "size=1m"), (no_inodes, "size=4m,nr_inodes=40"))}
+
+
+def inside(arguments):
+    """In the namespace: mount the small disk, put an attempt on it, run one case."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", arguments.place.encode(), b"tmpfs", 0, arguments.mount.encode()) != 0:
+        raise OSError(ctypes.get_errno(), "mount")
+    suite = Suite(arguments.guard, arguments.child)
+    attempt = Attempt(suite, directory=os.path.join(arguments.place, "attempt"))
+    try:
+        INSIDE[arguments.inside](attempt, arguments.place)
+    finally:
+        attempt.clear()
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("guard")
+    parser.add_argument("child")
+    parser.add_argument("--only")
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--keep", action="store_true")
+    for option in ("--inside", "--place", "--mount"):
+        parser.add_argument(option, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.guard, arguments.child = os.path.abspath(arguments.guard), os.path.abspath(arguments.child)
+    if arguments.inside:
+        return inside(arguments)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    suite = Suite(arguments.guard, arguments.child, arguments.keep)
+    suite.only = arguments.only
+    for name, function in CASES:
+        suite.case(name, function, suite)
+    return suite.run(arguments.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
