@@ -46,6 +46,8 @@ typedef struct cir_http_request {
   bool paused;        /* Lua wants no more data for now */
   bool write_refused; /* curl was told so and waits */
   bool discard;       /* nobody wants the body any more */
+  bool once;          /* must not be sent a second time */
+  bool sent;          /* was about to be sent */
 } cir_http_request;
 
 /* Fill request from the option table at index. Raises a misuse; what was allocated is then freed

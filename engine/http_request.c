@@ -92,6 +92,25 @@ static size_t on_curl_body(char *bytes, size_t size, size_t count, void *user) {
   return length;
 }
 
+/*
+ * CURLOPT_PREREQFUNCTION: the request is about to be sent. When a kept connection ends without a
+ * byte of an answer curl sends the request again on a fresh one, whatever its method; it cannot
+ * know that the first was not carried out.
+ */
+static int on_curl_send(void *user, char *remote, char *local, int remote_port, int local_port) {
+  cir_http_request *request = user;
+  (void)remote;
+  (void)local;
+  (void)remote_port;
+  (void)local_port;
+  if (request->sent && request->once) {
+    cir_http_fault(request, "closed", "the server closed the kept connection without an answer");
+    return CURL_PREREQFUNC_ABORT;
+  }
+  request->sent = true;
+  return CURL_PREREQFUNC_OK;
+}
+
 /* --- options
  * -----------------------------------------------------------------------------------------------------
  */
@@ -113,6 +132,7 @@ static const char *const KNOWN[] = {"method",
                                     "unix_socket",
                                     "max_body",
                                     "max_head",
+                                    "once",
                                     "accept_encoding",
                                     "on_response",
                                     "on_data",
@@ -306,6 +326,11 @@ void cir_http_options(lua_State *L, int index, cir_http_request *request) {
   request->max_body = (size_t)integer_option(L, index, "max_body", 0, LLONG_MAX, 64L << 20);
   request->max_head =
       (size_t)integer_option(L, index, "max_head", 1024, LLONG_MAX, CIR_HTTP_MAX_HEAD);
+
+  lua_getfield(L, index, "once");
+  request->once = lua_toboolean(L, -1);
+  curl_easy_setopt(easy, CURLOPT_PREREQFUNCTION, on_curl_send);
+  curl_easy_setopt(easy, CURLOPT_PREREQDATA, request);
 
   const char *proxy = string_option(L, index, "proxy");
   curl_easy_setopt(easy, CURLOPT_PROXY, proxy != NULL ? proxy : "");

@@ -30,10 +30,18 @@ function M.start(algorithm) end
 ---@return string bytes
 function M.hmac(algorithm, key, data) end
 
---- On the thread pool.
+---@class ciranda.core.crypto.Wanted
+---@field sha256 boolean?
+---@field sha1 boolean?
+---@field md5 boolean?
+---@field crc32c boolean?
+---@field offset integer?
+---@field length integer?
+
+--- On the thread pool. The callback gets err, or the digests asked for and `size`, the bytes read.
 ---@param path string
----@param wanted { sha256: boolean?, sha1: boolean?, md5: boolean?, crc32c: boolean?, offset: integer?, length: integer? }
----@param callback fun(err: table?, result: { size: integer, sha256: string?, sha1: string?, md5: string?, crc32c: string? }?)
+---@param wanted ciranda.core.crypto.Wanted
+---@param callback fun(err: table?, result: table?)
 ---@return { cancel: fun(self) } handle
 function M.digest_file(path, wanted, callback) end
 

@@ -23,6 +23,7 @@ local M = {}
 ---@field max_body integer?            bytes of a collected body; 64 MiB by default
 ---@field max_head integer?            bytes of status line and headers; 256 KiB by default
 ---@field accept_encoding string?
+---@field once boolean?                an answer that does not come on a kept connection is an error, not a second try
 ---@field on_response fun(status: integer, headers: string[][])?  once, before any data
 ---@field on_data fun(chunk: string)?  takes the body, which is then not collected
 

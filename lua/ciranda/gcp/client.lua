@@ -111,7 +111,7 @@ local function receivers(call)
 end
 
 --- One attempt: the answer, or nil and the error.
-local function attempt(self, call, timeout, receiver)
+local function attempt(self, call, idempotent, timeout, receiver)
   local headers, token = self.credentials:headers()
   headers["User-Agent"] = "ciranda/" .. engine.version
   for name, value in pairs(call.headers or {}) do
@@ -126,6 +126,7 @@ local function attempt(self, call, timeout, receiver)
     json = call.json,
     body = call.body,
     file = call.file,
+    once = not idempotent,
     timeout = timeout,
     idle_timeout = call.idle_timeout,
     max_body = MAX_BODY,
@@ -190,7 +191,7 @@ function Client:request(call)
       timeout = math.max(0.001, math.min(timeout, deadline - self:now()))
     end
     local receiver = receivers(call)
-    local response, err, token = attempt(self, call, timeout, receiver)
+    local response, err, token = attempt(self, call, idempotent, timeout, receiver)
     if response then
       return response
     end

@@ -99,11 +99,13 @@ end
 ---@field proxy string?            such as "http://proxy.example.com:3128"
 ---@field unix_socket string?      path of a socket to connect to instead of the URL's host
 ---@field accept_encoding string?  such as "gzip"; the body is decoded
+---@field once boolean?            never send it twice; true by default for POST and PATCH. Otherwise a request is sent
+---       again, on a fresh connection, when a kept one turns out to have been closed
 
 local KNOWN = {}
 for name in
   ([[url method headers query body json form file timeout connect_timeout idle_timeout on_response on_data
-  max_body http2 ca_file proxy unix_socket accept_encoding]]):gmatch("%S+")
+  max_body http2 ca_file proxy unix_socket accept_encoding once]]):gmatch("%S+")
 do
   KNOWN[name] = true
 end
@@ -196,6 +198,10 @@ local function prepare(options)
   if timeout == nil then
     timeout = M.TIMEOUT
   end
+  local once = options.once
+  if once == nil then
+    once = method == "POST" or method == "PATCH"
+  end
   return {
     url = address,
     method = method,
@@ -213,6 +219,7 @@ local function prepare(options)
     proxy = options.proxy,
     unix_socket = options.unix_socket,
     accept_encoding = options.accept_encoding,
+    once = once,
   },
     method .. " " .. url.shown(options.url)
 end
