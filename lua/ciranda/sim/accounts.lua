@@ -76,8 +76,8 @@ local function others(path, named)
 end
 
 -- The file is bound into a running worker: it is written in place, since a new file in its place would not be seen.
-local function rewrite(path, text)
-  local file <close> = fs.open(path, "w", 420)
+local function rewrite(path, text, mode)
+  local file <close> = fs.open(path, "w", mode or 420)
   file:write(text)
 end
 
@@ -93,7 +93,7 @@ end
 ---@param users { name: string, keys: string[] }[]
 function M.write(place, users)
   local root = uv.getuid() == 0
-  local passwd, group, named = {}, {}, {}
+  local passwd, group, shadow, named = {}, {}, {}, {}
   for i, user in ipairs(users) do
     local uid, gid = uv.getuid(), uv.getgid()
     if root and user.name ~= "root" then
@@ -104,6 +104,8 @@ function M.write(place, users)
     local home = place.home .. "/" .. user.name
     passwd[i] = ("%s:x:%d:%d::%s/%s:/bin/bash\n"):format(user.name, uid, gid, place.home_inside, user.name)
     group[i] = ("%s:x:%d:\n"):format(user.name, gid)
+    -- No password, which is not the same as locked: sshd refuses who is not here and has "!" elsewhere.
+    shadow[i] = ("%s:*:1:0:99999:7:::\n"):format(user.name)
     if not fs.exists(home) then
       fs.mkdir_p(home, 448)
       if root then
@@ -124,6 +126,7 @@ function M.write(place, users)
       fs.remove(place.etc .. "/keys/" .. entry.name)
     end
   end
+  rewrite(place.etc .. "/shadow", table.concat(shadow), 384)
   rewrite(place.etc .. "/passwd", table.concat(passwd) .. others("/etc/passwd", named))
   rewrite(place.etc .. "/group", table.concat(group) .. others("/etc/group", named))
 end

@@ -147,7 +147,6 @@ function Machine:create()
     assert(uv.fs_chown(self.root, uid, uid))
   end
   self.host_key = sshd.make_host_key(self.etc .. "/ssh_host_ed25519_key")
-  fs.write(self.etc .. "/shadow", "", { mode = 384, sync = false })
 end
 
 -- The command of one session's sshd.
@@ -162,6 +161,7 @@ local function session_environment(self)
     result.LD_PRELOAD = "libnss_wrapper.so"
     result.NSS_WRAPPER_PASSWD = self.etc .. "/passwd"
     result.NSS_WRAPPER_GROUP = self.etc .. "/group"
+    result.NSS_WRAPPER_SHADOW = self.etc .. "/shadow"
   end
   return result
 end
