@@ -39,15 +39,28 @@ local function protect(fn)
   end
 end
 
+--- Refuse an argument in the stock library's words, at the line of the user.
+local function check_type(value, expected, name)
+  if type(value) ~= expected then
+    local what = expected == "thread" and "coroutine" or expected
+    error(("bad argument #1 to '%s' (%s expected, got %s)"):format(name, what, type(value)), 3)
+  end
+end
+
+local function create(fn)
+  local task = scheduler.current
+  if task and #(task.chain or "") < GUARDED_DEPTH then
+    return stock_create(protect(fn))
+  end
+  return stock_create(fn)
+end
+
 --- coroutine.create.
 ---@param fn function
 ---@return thread
 function M.create(fn)
-  local task = scheduler.current
-  if task and type(fn) == "function" and #(task.chain or "") < GUARDED_DEPTH then
-    return stock_create(protect(fn))
-  end
-  return stock_create(fn)
+  check_type(fn, "function", "create")
+  return create(fn)
 end
 
 --- A nested coroutine has stopped running: note its consumer's frames when it failed.
@@ -78,8 +91,9 @@ end
 --- coroutine.resume.
 ---@param co thread
 function M.resume(co, ...)
+  check_type(co, "thread", "resume")
   local task = scheduler.current
-  if not task or type(co) ~= "thread" then
+  if not task then
     return stock_resume(co, ...)
   end
   if stock_status(co) ~= "suspended" then
@@ -135,7 +149,8 @@ end
 ---@param fn function
 ---@return function
 function M.wrap(fn)
-  local co = M.create(fn)
+  check_type(fn, "function", "wrap")
+  local co = create(fn)
   return function(...)
     return unwrap(co, M.resume(co, ...))
   end
@@ -144,7 +159,8 @@ end
 --- coroutine.close. Its `__close` metamethods cannot wait.
 ---@param co thread
 function M.close(co)
-  local holder = type(co) == "thread" and held[co]
+  check_type(co, "thread", "close")
+  local holder = held[co]
   if holder then
     errors.misuse(2, "cannot close a coroutine that waits in %s; cancel the task", tostring(holder))
   end

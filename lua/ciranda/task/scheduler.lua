@@ -307,6 +307,9 @@ function M.await(start, what)
   if op.state == "starting" then
     op.state = "waiting"
     task.state = "waiting"
+    if task.requests and (task.shielded or 0) == 0 then
+      cancel_wait(task, task.requests[1]) -- it came from within the start function
+    end
   else
     make_ready(task)
   end

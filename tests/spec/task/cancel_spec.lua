@@ -167,6 +167,26 @@ describe("cancelling a task", function()
   )
 
   it(
+    "from within the start of its own wait is raised at that wait",
+    within(function()
+      local seen
+      pcall(function()
+        local scope <close> = task.scope()
+        scope:spawn(function()
+          local _
+          _, seen = pcall(task.await, function()
+            task.current():cancel("now")
+            return function()
+              return true
+            end
+          end)
+        end)
+      end)
+      assert.is_true(errors.is(seen, "cancelled"))
+    end)
+  )
+
+  it(
     "that has ended does nothing",
     within(function()
       local scope <close> = task.scope()

@@ -199,6 +199,22 @@ describe("a scope", function()
   )
 
   it(
+    "rises from a child that overflows the stack",
+    within(function()
+      local function endless()
+        return 1 + endless()
+      end
+      local ok, err = pcall(function()
+        local scope <close> = task.scope()
+        scope:spawn(endless)
+      end)
+      assert.is_false(ok)
+      assert.matches("overflow", errors.text(err))
+      task.sleep(0)
+    end)
+  )
+
+  it(
     "does not fail when its children are cancelled by it",
     within(function()
       local log = {}
