@@ -50,6 +50,10 @@ local function on_signal(name)
   if not SIGNAL_STATUS[name] then
     return
   end
+  local stdio = package.loaded["ciranda.io.stdio"]
+  if name == "SIGINT" and stdio and stdio.has_foreground() then
+    return -- the program of os.execute that has the terminal got it as well, and it is meant for that one
+  end
   if interrupted_by then
     io.stderr:write(
       ("ciranda: %s again: leaving without clean-up; still running:\n%s\n"):format(name, task.dump())

@@ -37,6 +37,16 @@ local function ending(result)
   return result.code == 0 or nil, "exit", result.code
 end
 
+-- Programs of os.execute that have the terminal now.
+local on_terminal = 0
+
+--- Whether a program of os.execute has the terminal: a Ctrl-C there is meant for it, and reaches it, so that a host
+--- should leave it alone, as the stock os.execute does.
+---@return boolean
+function M.has_foreground()
+  return on_terminal > 0
+end
+
 --- os.execute: waits in a task.
 ---@async
 ---@param command string?
@@ -48,15 +58,23 @@ function M.execute(command)
     error(("bad argument #1 to 'execute' (string expected, got %s)"):format(type(command)), 2)
   end
   io.stdout:flush() -- the program writes to the same descriptor
-  return ending(process.run({
+  local terminal = foreground()
+  on_terminal = on_terminal + (terminal and 1 or 0)
+  local _ <close> = setmetatable({}, {
+    __close = function()
+      on_terminal = on_terminal - (terminal and 1 or 0)
+    end,
+  })
+  local result = process.run({
     "/bin/sh",
     "-c",
     tostring(command),
     stdin = process.INHERIT,
     stdout = process.INHERIT,
     stderr = process.INHERIT,
-    foreground = foreground(),
-  }))
+    foreground = terminal,
+  })
+  return ending(result)
 end
 
 -- Files of io.popen ------------------------------------------------------------------------------------------------
