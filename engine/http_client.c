@@ -11,8 +11,12 @@
 #include "modules.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
+
+enum { CIR_HTTP_DEAD_MS = 30000 /* bytes unacknowledged for so long: the peer is gone */ };
 
 struct cir_http {
   cir_runtime *rt;
@@ -289,11 +293,23 @@ static int on_curl_socket(CURL *easy, curl_socket_t socket, int what, void *user
   return uv_poll_start(&watched->poll, events, on_poll) < 0 ? -1 : 0;
 }
 
-/* CURLOPT_OPENSOCKETFUNCTION. */
+/*
+ * CURLOPT_OPENSOCKETFUNCTION. The kernel ends a connection whose peer has vanished: a request that
+ * times out on a shared HTTP/2 connection leaves it open, and those that follow would be sent into
+ * the void as well.
+ */
 static curl_socket_t on_curl_open(void *user, curlsocktype purpose, struct curl_sockaddr *address) {
   (void)user;
   (void)purpose;
-  return socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+  int fd = socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+  if (fd >= 0 && (address->family == AF_INET || address->family == AF_INET6)) {
+    int on = 1, dead_ms = CIR_HTTP_DEAD_MS, idle_s = CIR_HTTP_DEAD_MS / 1000, probe_s = idle_s / 3;
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &dead_ms, sizeof dead_ms);
+  }
+  return fd;
 }
 
 /* --- life cycle

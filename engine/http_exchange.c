@@ -499,7 +499,7 @@ static int l_reset(lua_State *L) {
   if (exchange == NULL || exchange->state == CIR_EXCHANGE_OVER)
     return push_result(L, false);
   struct sockaddr nowhere = {.sa_family = AF_UNSPEC};
-  connect(fd_of(exchange), &nowhere, sizeof nowhere);
+  (void)connect(fd_of(exchange), &nowhere, sizeof nowhere);
   cir_exchange_drop(exchange);
   return push_result(L, true);
 }

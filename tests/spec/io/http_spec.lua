@@ -1,6 +1,8 @@
 local crypto = require("ciranda.io.crypto")
+local engine = require("ciranda.core.engine")
 local errors = require("ciranda.io.error")
 local http = require("ciranda.io.http")
+local process = require("ciranda.io.process")
 local server = require("ciranda.io.server")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -637,6 +639,40 @@ describe("ciranda.io.http", function()
       -- its own standard output is a socket pair of libuv's; a second socket would be one of ours
       local _, sockets = table.concat(text):gsub("socket:", "")
       assert.is_true(sockets <= 1, table.concat(text))
+    end)
+  end)
+
+  it("lets the program end with requests and servers under way", function()
+    local script = [[
+      local core, task = require("ciranda.core.http"), require("ciranda.task")
+      local http_server = require("ciranda.core.server")
+      local kept, told = {}, 0
+      local s = http_server.start({}, function(exchange, request)
+        kept[#kept + 1] = exchange
+        if request.target == "/stream" then
+          exchange:start(200)
+          exchange:write("abc", function() end)
+        end
+      end)
+      local address = "http://127.0.0.1:" .. s:listen("127.0.0.1", 0)
+      for _, path in ipairs { "/wait", "/stream", "/wait", "/stream" } do
+        core.request({ url = address .. path, on_data = function() end }, function(err)
+          told = told + 1
+          assert(err.code == "cancelled")
+          if told == 4 then
+            core.request({ url = address }, function(late) print(late.code) end)
+          end
+        end)
+      end
+      task.sleep(0.05)
+      os.exit(3)
+    ]]
+    support.with_directory(function(directory)
+      local path = support.write_file(directory .. "/script.lua", script)
+      local result = process.run { engine.executable, path, timeout = 20 }
+      assert.equal("", result.stderr)
+      assert.equal("cancelled\n", result.stdout)
+      assert.equal(3, result.code)
     end)
   end)
 
