@@ -219,6 +219,13 @@ describe("a mesh of any axes", function()
     assert.are.same({ "ICI fsdp" }, levels(fits, "warning"))
     assert.matches("stands after tensor", fits.notes[1].text)
     assert.are.same(
+      { "ICI fsdp" },
+      levels(
+        mesh.check.mesh({ type = "v4-16", names = { "data", "tensor", "fsdp" }, ici = { 2, 2, 2 } }),
+        "warning"
+      )
+    )
+    assert.are.same(
       {},
       levels(
         mesh.check.mesh({

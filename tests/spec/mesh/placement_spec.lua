@@ -153,6 +153,20 @@ describe("create_device_mesh", function()
     )
   end)
 
+  it("has an order for TPU7x slices of up to 32 devices and 2x2 in x and y", function()
+    local function handler(topology, shape, release)
+      local devices = placement.grid({ kind = "TPU7x", topology = topology, cores = 2 })
+      return placement.create_device_mesh(shape, devices, { jax = release }).handler
+    end
+    assert.are.equal("blocks", handler({ 2, 2, 4 }, { 32 }))
+    assert.is_nil(handler({ 2, 4, 1 }, { 16 }))
+    assert.is_nil(handler({ 4, 2, 1 }, { 16 }))
+    assert.is_nil(handler({ 2, 2, 8 }, { 64 }))
+    local err = S.refusal(handler, { 2, 4, 1 }, { 16 }, "0.8.0")
+    assert.are.equal("AssertionError", err.exception)
+    assert.are.equal("Unexpected physical mesh shape: (2, 4, 1, 2).", err.message)
+  end)
+
   it("orders kinds only in releases that know them", function()
     assert.are.same(numbers("0 1 3 2"), ids("TPU v6 lite", { 2, 2, 1 }, { 4 }, { jax = "0.6.1" }))
     assert.are.same(numbers("0 2 1 3"), ids("TPU v6 lite", { 2, 2, 1 }, { 4 }, { jax = "0.6.0" }))
@@ -217,6 +231,23 @@ describe("create_device_mesh", function()
         .. "kind TPU v4: TpuDevice(id=1, process_index=0, coords=(0,0,0), core_on_chip=1).",
       err.message
     )
+  end)
+
+  it("knows which kinds may have two devices a chip, and since when", function()
+    local function accepted(kind, release)
+      local devices = placement.grid({ kind = kind, topology = { 2, 2, 1 }, cores = 2 })
+      return (placement.accepts({ 4, 2 }, devices, { jax = release }))
+    end
+    assert.is_true(accepted("TPU v5p"))
+    assert.is_true(accepted("TPU v5p", "0.8.0"))
+    assert.is_false(accepted("TPU v5p", "0.7.2"))
+    assert.is_true(accepted("TPU v5", "0.11.1"))
+    assert.is_false(accepted("TPU v5", "0.11.0"))
+    assert.is_true(accepted("TPU8i", "0.10.1"))
+    assert.is_false(accepted("TPU8i", "0.10.0"))
+    assert.is_true(accepted("TPU7", "0.9.1"))
+    assert.is_false(accepted("TPU7", "0.9.0"))
+    assert.is_false(accepted("TPU v6 lite"))
   end)
 
   it("refuses sub-slices with a hole", function()

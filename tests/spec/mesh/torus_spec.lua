@@ -122,6 +122,9 @@ describe("assignment of parts of axes", function()
     assert.is_true(torus.prefers({ 4, 4, 1 }, { 1, 1, 16 }, { 4, 4, 16 }, none))
     assert.is_true(torus.prefers({ 2, 1 }, { 1, 2 }, { 2, 4 }, { 1, 2 }))
     assert.is_false(torus.prefers({ 2, 1 }, { 2, 1 }, { 2, 4 }, { 1, 2 }))
+    -- Axes in use, against jax's comment but with its code.
+    assert.is_true(torus.prefers({ 1, 2 }, { 2, 1 }, { 4, 4 }, { 1, 2 }))
+    assert.is_true(torus.prefers({ 2, 1 }, { 1, 2 }, { 4, 4 }, { 1, 1 }))
   end)
 
   it("factors numbers", function()
