@@ -247,7 +247,7 @@ describe("create_device_mesh", function()
     assert.is_false(accepted("TPU8i", "0.10.0"))
     assert.is_true(accepted("TPU7", "0.9.1"))
     assert.is_false(accepted("TPU7", "0.9.0"))
-    assert.is_false(accepted("TPU v6 lite"))
+    assert.is_false(accepted("TPU v4"))
   end)
 
   it("refuses sub-slices with a hole", function()
