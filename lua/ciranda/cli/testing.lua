@@ -78,11 +78,12 @@ local function watch(busted, limit)
     return nil, true
   end)
 
+  -- Before the output handler counts it: a test that leaves something running has not passed.
   busted.subscribe({ "test", "end" }, function(element)
     stop()
     check_left_over(owner, scopes_before, element)
     return nil, true
-  end)
+  end, { priority = 1 })
 end
 
 --- The output handler: a mark a test, then what failed, what was skipped, and the one last line.
@@ -186,7 +187,15 @@ local function run_in_task(argv)
   package.loaded["busted.outputHandlers." .. OUTPUT] = function(options)
     -- Busted has put "./src/?.lua" and the like in front by now; modules are not found by accident here.
     package.path, package.cpath = path, cpath
-    watch(require("busted"), limit)
+    local busted = require("busted")
+    local watching = false
+    busted.subscribe({ "suite", "start" }, function()
+      if not watching then -- it comes again with --repeat
+        watching = true
+        watch(busted, limit)
+      end
+      return nil, true
+    end)
     return output_handler(options)
   end
 
