@@ -60,7 +60,7 @@ end
 function M.directory_in(command)
   for name, value in command:gmatch("([%w_%-%.]*[cC]heckpoint[%w_%-]*)[=%s]%s*[\"']?([^%s\"';|&]+)") do
     if name:lower():match("checkpoint[_-]?dir$") or name:lower():match("checkpoint[_-]?directory$") then
-      if value:sub(1, 1) ~= "-" and not value:find("$", 1, true) then
+      if value:sub(1, 1) ~= "-" and not value:find("%$[^%a_{]") then
         return value
       end
     end
@@ -85,10 +85,22 @@ end
 ---@field problems table<ciranda.Worker, string> of those that did not
 ---@field answered integer
 
+--- A directory as one word for a shell: `$NAME` and `${NAME}` mean what they mean in COMMAND, the rest is text.
+---@param directory string
+---@return string
+local function quote(directory)
+  local text = directory:gsub('[\\"`]', "\\%0")
+  text = (text .. "\0"):gsub("%$()", function(after)
+    local follows = text:sub(after)
+    return (follows:match("^[%a_]") or follows:match("^{[%a_][%w_]*}")) and "$" or "\\$"
+  end)
+  return '"' .. text:gsub("%z", "") .. '"'
+end
+
 ---@param directory string
 ---@return string
 local function listing_command(directory)
-  local quoted = "'" .. directory:gsub("'", "'\\''") .. "'"
+  local quoted = quote(directory)
   return "sh -c '"
     .. (
       "cd "
@@ -121,7 +133,7 @@ end
 
 --- Looks at a directory on every worker.
 ---@param fleet ciranda.Fleet
----@param directory string as COMMAND has it: relative to `base` unless absolute
+---@param directory string as COMMAND has it: relative to `base` unless absolute; `$NAME` is the worker's
 ---@param options { base: string?, step_of: fun(name: string): integer?, timeout: number? }? base: the directory
 ---  COMMAND runs in, below the login directory
 ---@return ciranda.checkpoint.Listing
@@ -139,7 +151,7 @@ function M.look(fleet, directory, options)
     })
   end
   local path = directory
-  if path:sub(1, 1) ~= "/" and options.base then
+  if not path:match("^[/~$]") and options.base then
     path = options.base .. "/" .. path
   end
   path = path:gsub("^~/", "")

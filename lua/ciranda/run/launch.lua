@@ -14,6 +14,7 @@ local nodeset = require("ciranda.fleet.nodeset")
 local output = require("ciranda.run.output")
 local report = require("ciranda.run.report")
 local task = require("ciranda.task")
+local uv = require("luv")
 
 local M = {}
 
@@ -23,6 +24,9 @@ local DETACHED = 129
 
 --- Seconds that looking at the checkpoints may hold up a signal.
 local LOOK_BEFORE = 5
+
+--- Seconds between two lines on how staging goes.
+local STATUS_EVERY = 2
 
 --- Log lines shown of the worker that failed first.
 local TAIL_LINES = 20
@@ -148,10 +152,12 @@ end
 function Launch:tell_checkpoint(watch)
   local directory = self.options.checkpoint_directory
   if not directory then
-    self:say(
-      "Checkpoints: not looked at, since nobody said where they are (--CHECKPOINT_DIR)%s",
-      self.last_step and ("; the logs had reached step %d"):format(self.last_step) or ""
-    )
+    if self.last_step or self.stopping then
+      self:say(
+        "Checkpoints: not looked at, since nobody said where they are (--CHECKPOINT_DIR)%s",
+        self.last_step and ("; the logs had reached step %d"):format(self.last_step) or ""
+      )
+    end
     return
   end
   local ok, problem = pcall(function()
@@ -198,6 +204,11 @@ function Launch:status_line(gang)
     for _, member in ipairs(gang.members) do
       staged = staged + (member.attempt.phase == "staged" and 1 or 0)
     end
+    local now = uv.hrtime() / 1e9
+    if staged < #gang.members and now - (self.status_at or 0) < STATUS_EVERY then
+      return
+    end
+    self.status_at = now
     local laggards = gang:laggards("staged")
     self.options.progress:status(
       ("Staging: %d of %d workers%s"):format(

@@ -45,7 +45,8 @@ describe("run.checkpoint", function()
     assert.equal("out/ck", found("python3 t.py --checkpoint-dir=out/ck"))
     assert.equal("x", found("python3 t.py local_checkpoint_directory=x"))
     assert.is_nil(found("python3 t.py --enable_checkpointing=true"))
-    assert.is_nil(found("python3 t.py --checkpoint_dir $DIR"))
+    assert.equal("$DIR/c", found("python3 t.py --checkpoint_dir $DIR/c"))
+    assert.is_nil(found("python3 t.py --checkpoint_dir $(mktemp -d)"))
     assert.is_nil(found("true"))
   end)
 
@@ -126,6 +127,31 @@ describe("run.checkpoint", function()
     said = report({ "1 5/\n", "1 5/\n" }, { false, false })
     assert.is_false(said.saved)
     assert.matches("nobody can say", checkpoint.describe(said, "/c"), 1, true)
+  end)
+
+  it("looks where COMMAND looks: variables are the worker's, everything else is text", function()
+    local uv = require("luv")
+    local root = uv.fs_mkdtemp("/tmp/look-XXXXXX")
+    local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+    local slices, connect, machines = machines_of.make(1, 1, { root = root })
+    local fleet <close> = require("ciranda.fleet").new(slices, { connect = connect })
+    local home = machines["0.0"].home
+    machines["0.0"].env.SHARED = home .. "/shared"
+    for _, name in ipairs({ "shared/3", "run/out/5", 'it\'s $5 "x" `y`/7', "run/empty", "plain/9.tmp" }) do
+      os.execute(("mkdir -p %s/%s"):format(home, "'" .. name:gsub("'", "'\\''") .. "'"))
+    end
+    local function newest(directory)
+      return checkpoint.newest(checkpoint.look(fleet, directory, { base = "run" }))
+    end
+    assert.equal(3, newest("$SHARED"))
+    assert.equal(3, newest("${SHARED}/"))
+    assert.equal(5, newest("out"))
+    assert.equal(7, newest(home .. '/it\'s $5 "x" `y`'))
+    assert.equal(3, newest("~/shared"))
+    assert.is_nil(newest("empty"))
+    assert.is_nil(newest("nowhere"))
+    assert.is_nil(newest("$NOBODY/x"))
+    os.execute(("rm -rf '%s'"):format(root))
   end)
 
   it("refuses a bucket it cannot look into", function()
