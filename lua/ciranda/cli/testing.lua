@@ -1,8 +1,8 @@
 --- `ciranda test PATHS`: Busted inside a task, so that specs may wait.
 ---
---- `it`, `before_each` and the others wait as any code in a task does. Each test has a limit of time and is checked
---- for what it leaves running. The last line is `N passed, N failed`, with `, N skipped` when any was: a test that
---- calls `pending(reason)` is skipped, and is printed with its reason.
+--- `it`, `before_each` and the others wait as any code in a task does. Each test has a limit of time and is
+--- checked for what it leaves running. The last line is `N passed, N failed`, with `, N skipped` when any
+--- was: a test that calls `pending(reason)` is skipped, and is printed with its reason.
 
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")

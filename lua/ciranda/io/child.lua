@@ -35,7 +35,7 @@ M.INHERIT = constant("INHERIT")
 M.DISCARD = constant("DISCARD")
 M.STDOUT = constant("STDOUT")
 
--- Results ----------------------------------------------------------------------------------------------------------
+-- Results ---------------------------------------------------------------------------------------------------
 
 ---@class ciranda.process.Result
 ---@field argv string[]
@@ -103,7 +103,7 @@ local function signal_number(signal)
   return number
 end
 
--- Starting ---------------------------------------------------------------------------------------------------------
+-- Starting --------------------------------------------------------------------------------------------------
 
 --- What is wrong with a working directory, or nil.
 local function fault_of_directory(cwd)
@@ -172,7 +172,8 @@ local function null()
   return null_fd
 end
 
---- What an output stream is connected to: the entry for luv, and the pipe to read from when it is ours to read.
+--- What an output stream is connected to: the entry for luv, and the pipe to read from when it is ours to
+--- read.
 local function output_stdio(choice, callback, inherited, what)
   if callback or choice == nil or choice == M.CAPTURE or choice == M.PIPE then
     local pipe = uv.new_pipe(false)
@@ -267,8 +268,8 @@ local function capture(self, reader, what, limit)
   return list
 end
 
---- Everything a program is connected to. `ours` are the pipes to read and write, `temporary` descriptors to close
---- when it has been started.
+--- Everything a program is connected to. `ours` are the pipes to read and write, `temporary` descriptors to
+--- close when it has been started.
 local function connect(argv)
   local stdio, ours, temporary = {}, {}, {}
   if argv.stdin == M.INHERIT then
@@ -359,7 +360,7 @@ function M.start(argv, env)
   return self
 end
 
--- Ending -----------------------------------------------------------------------------------------------------------
+-- Ending ----------------------------------------------------------------------------------------------------
 
 --- Send a signal to the program's group; to the program alone when it runs in the foreground.
 ---@param signal string|integer "SIGTERM", "TERM" or a number

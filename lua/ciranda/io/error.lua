@@ -5,8 +5,8 @@
 ---     local ok, e = pcall(fs.read, "/etc/motd")
 ---     if not ok and errors.is(e, "not_found") then ... end
 ---
---- Errors are recognised by the `__name` of their metatable, never by its identity: test runners load a module
---- more than once, and two instances must understand each other's errors.
+--- Errors are recognised by the `__name` of their metatable, never by its identity: test runners load a
+--- module more than once, and two instances must understand each other's errors.
 
 local M = {}
 
@@ -25,8 +25,8 @@ local NAME = "ciranda.Error"
 M.codes = {}
 for code in
   ([[misuse usage timeout deadline cancelled interrupted refused unreachable reset closed resolve io auth
-  hostkey not_found exists permission invalid quota stockout precondition unavailable rate_limit protocol parse
-  no_space busy lost preempted unsupported failed internal]]):gmatch("%S+")
+  hostkey not_found exists permission invalid quota stockout precondition unavailable rate_limit protocol
+  parse no_space busy lost preempted unsupported failed internal]]):gmatch("%S+")
 do
   M.codes[code] = true
 end
@@ -189,8 +189,8 @@ function M.misuse(level, format, ...)
   )
 end
 
---- The level, for `M.misuse` in the calling function, of the first Lua function on the stack whose source is elsewhere.
---- It lets a room name its user's line however many of its own functions, or pcalls, lie between.
+--- The level, for `M.misuse` in the calling function, of the first Lua function on the stack whose source is
+--- elsewhere. It lets a room name its user's line however many of its own functions, or pcalls, lie between.
 ---@param room string part of a chunk name, such as "ciranda/task/"
 ---@return integer
 function M.level_outside(room)
@@ -235,9 +235,9 @@ function M.code_of(name)
   return CODE_OF_ERRNO[name] or "io"
 end
 
---- Make an error of anything that was raised or that a callback was given: an engine's table `{code, message}`,
---- luv's "ENOENT: no such file", a string. An error of ours comes back as a new one with the same code that says
---- more; a cancellation comes back as it is, since it must reach the scheduler unchanged.
+--- Make an error of anything that was raised or that a callback was given: an engine's table `{code,
+--- message}`, luv's "ENOENT: no such file", a string. An error of ours comes back as a new one with the same
+--- code that says more; a cancellation comes back as it is, since it must reach the scheduler unchanged.
 ---@param value any
 ---@param context { op: string?, target: string?, code: string?, message: string? }? `code` and `message` are
 ---       for what has none of its own

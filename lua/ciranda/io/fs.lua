@@ -1,8 +1,8 @@
 --- Files and directories. In a task every call waits while the thread pool works; elsewhere it blocks.
 ---
---- Failures raise an error with the code ("not_found", "exists", "permission", "no_space", ...), the operation and the
---- path. A path is a string of bytes; a NUL in it is refused. Sizes are bytes, modes are the twelve permission bits
---- (420 is rw-r--r--), times are seconds since 1970.
+--- Failures raise an error with the code ("not_found", "exists", "permission", "no_space", ...), the
+--- operation and the path. A path is a string of bytes; a NUL in it is refused. Sizes are bytes, modes are
+--- the twelve permission bits (420 is rw-r--r--), times are seconds since 1970.
 
 local uv = require("luv")
 local combine = require("ciranda.task.combine")
@@ -96,7 +96,7 @@ local function clean_up(fn, ...)
   return fn(...)
 end
 
--- Paths ------------------------------------------------------------------------------------------------------------
+-- Paths -----------------------------------------------------------------------------------------------------
 
 --- Join parts of a path with single slashes; an absolute part starts anew.
 ---@param ... string
@@ -133,7 +133,7 @@ function M.basename(path)
   return path:gsub("/+$", ""):match("([^/]*)$")
 end
 
--- What is there ----------------------------------------------------------------------------------------------------
+-- What is there ---------------------------------------------------------------------------------------------
 
 ---@class ciranda.Stat
 ---@field type "file"|"directory"|"link"|"fifo"|"socket"|"char"|"block"|"unknown"
@@ -180,8 +180,8 @@ function M.lstat(path)
   return to_stat(call("lstat", path, uv.fs_lstat, path))
 end
 
---- The type of what a path leads to, or nil when there is nothing. Other failures (a directory that may not be
---- searched) raise.
+--- The type of what a path leads to, or nil when there is nothing. Other failures (a directory that may not
+--- be searched) raise.
 ---@async
 ---@param path string
 ---@return string? type as in `stat`
@@ -209,7 +209,7 @@ function M.readlink(path)
   return call("readlink", path, uv.fs_readlink, path)
 end
 
--- Files ------------------------------------------------------------------------------------------------------------
+-- Files -----------------------------------------------------------------------------------------------------
 
 ---@class ciranda.File
 ---@field path string
@@ -346,13 +346,14 @@ local function temporary_name(path)
   return ("%s/.%s.%s.tmp"):format(M.dirname(path), M.basename(path):sub(1, 100), unique)
 end
 
---- Write a whole file so that a reader, or a crash, finds the old content or the new, never a part: a temporary file
---- beside it is written, put on disk and renamed. A symbolic link keeps pointing to where it did.
+--- Write a whole file so that a reader, or a crash, finds the old content or the new, never a part: a
+--- temporary file beside it is written, put on disk and renamed. A symbolic link keeps pointing to where it
+--- did.
 ---@async
 ---@param path string
 ---@param data string
----@param options { mode: integer?, sync: boolean? }? mode: of the file; without one that of the old file, else 644
----       octal less the umask. sync = false: do not wait for the disk
+---@param options { mode: integer?, sync: boolean? }? mode: of the file; without one that of the old file,
+---       else 644 octal less the umask. sync = false: do not wait for the disk
 function M.write(path, data, options)
   check_path(path, "write")
   if type(data) ~= "string" then
@@ -438,8 +439,8 @@ function M.appender(path, mode)
   return setmetatable({ path = path, file = file, turn = sync.semaphore(1) }, Appender)
 end
 
---- Add a record; returns when it is on disk. When the disk is full nothing of it is left behind. Several tasks may
---- call it; their records do not mix.
+--- Add a record; returns when it is on disk. When the disk is full nothing of it is left behind. Several
+--- tasks may call it; their records do not mix.
 ---@async
 ---@param data string
 function Appender:append(data)
@@ -529,7 +530,7 @@ function M.remove(path, options)
   return true
 end
 
--- Directories ------------------------------------------------------------------------------------------------------
+-- Directories -----------------------------------------------------------------------------------------------
 
 --- Make a directory.
 ---@async
@@ -590,7 +591,8 @@ function M.list(path)
   return entries
 end
 
---- Iterate over everything below a directory, a directory before what is in it, by name. Links are not followed.
+--- Iterate over everything below a directory, a directory before what is in it, by name. Links are not
+--- followed.
 ---
 ---     for path, entry, relative in fs.walk("/etc") do ... end
 ---

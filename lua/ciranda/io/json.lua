@@ -1,13 +1,14 @@
 --- JSON, exact in both directions.
 ---
---- lua-cjson decodes and dkjson encodes, each for what it does well; neither is exact alone. cjson makes every number
---- a float and cannot tell `[]` from `{}`; so a text with integers of 16 digits or more, or with empty arrays or
---- objects, is checked by cjson and then decoded by dkjson. dkjson writes floats with 14 digits, an object
---- with the single key "n" as an array, and a table with holes as whatever it finds; so values are checked and
---- prepared before they reach it.
+--- lua-cjson decodes and dkjson encodes, each for what it does well; neither is exact alone. cjson makes
+--- every number a float and cannot tell `[]` from `{}`; so a text with integers of 16 digits or more, or with
+--- empty arrays or objects, is checked by cjson and then decoded by dkjson. dkjson writes floats with 14
+--- digits, an object with the single key "n" as an array, and a table with holes as whatever it finds; so
+--- values are checked and prepared before they reach it.
 ---
---- Numbers: what is integral and smaller than 2^53 in magnitude, and every integer literal that fits in 64 bits,
---- becomes a Lua integer; the rest a float. Integers and floats are written so that reading them gives the same.
+--- Numbers: what is integral and smaller than 2^53 in magnitude, and every integer literal that fits in 64
+--- bits, becomes a Lua integer; the rest a float. Integers and floats are written so that reading them gives
+--- the same.
 
 local cjson = require("cjson")
 local dkjson = require("dkjson")
@@ -15,7 +16,8 @@ local errors = require("ciranda.io.error")
 
 local M = {}
 
---- JSON's null. It is true in conditions, compares with `==`, and is the same in every instance of this module.
+--- JSON's null. It is true in conditions, compares with `==`, and is the same in every instance of this
+--- module.
 M.null = cjson.null
 
 --- Deepest nesting that is read or written.
@@ -54,7 +56,7 @@ function M.kind(value)
   return type(meta) == "table" and meta.__jsontype or nil
 end
 
--- Decoding ---------------------------------------------------------------------------------------------------------
+-- Decoding --------------------------------------------------------------------------------------------------
 
 --- Turn integral floats into integers, in place.
 local function integers(value)
@@ -107,7 +109,7 @@ function M.decode(text, target)
   return integers(value)
 end
 
--- Encoding ---------------------------------------------------------------------------------------------------------
+-- Encoding --------------------------------------------------------------------------------------------------
 
 local function refuse(path, format, ...)
   errors.misuse(
@@ -244,12 +246,12 @@ function prepare(value, path, seen)
 end
 
 --- Encode a value. Keys are sorted, so equal values give equal texts.
----@param value any tables with string keys are objects, with 1 to n arrays; an empty one is an object unless marked
----       with `json.array`. Bytes that are not UTF-8 become U+FFFD.
+---@param value any tables with string keys are objects, with 1 to n arrays; an empty one is an object
+---       unless marked with `json.array`. Bytes that are not UTF-8 become U+FFFD.
 ---@param options { indent: boolean? }? indent: one field a line
 ---@return string
---- A value without a form in JSON (a function, NaN, a table that contains itself, an array with holes, mixed keys) is a
---- misuse; the message says where in the value it is.
+--- A value without a form in JSON (a function, NaN, a table that contains itself, an array with holes, mixed
+--- keys) is a misuse; the message says where in the value it is.
 function M.encode(value, options)
   if options then
     errors.check_options(options, { indent = true }, "json.encode")

@@ -1,7 +1,7 @@
 --- Log lines for people and programs, on standard error.
 ---
---- CIRANDA_LOG chooses the level and the form: `debug`, `warn`, `json`, `debug,json`. The level is `info` otherwise.
---- What was registered with `log.secret` is never printed, in no form it commonly takes.
+--- CIRANDA_LOG chooses the level and the form: `debug`, `warn`, `json`, `debug,json`. The level is `info`
+--- otherwise. What was registered with `log.secret` is never printed, in no form it commonly takes.
 
 local uv = require("luv")
 local errors = require("ciranda.io.error")
@@ -46,7 +46,7 @@ local function current()
   return settings
 end
 
--- Secrets ----------------------------------------------------------------------------------------------------------
+-- Secrets ---------------------------------------------------------------------------------------------------
 
 local function percent(text)
   return (text:gsub("[^%w%-%._~]", function(char)
@@ -120,7 +120,7 @@ function M.redact(text)
   return text
 end
 
--- Lines ------------------------------------------------------------------------------------------------------------
+-- Lines -----------------------------------------------------------------------------------------------------
 
 --- Bytes that would move the cursor or hide text are shown as \xNN; further lines are indented.
 local function printable(text)

@@ -1,4 +1,5 @@
---- Reading and writing a stream of luv (a pipe, a socket, a terminal) from a task, with back-pressure both ways.
+--- Reading and writing a stream of luv (a pipe, a socket, a terminal) from a task, with back-pressure both
+--- ways.
 
 local uv = require("luv")
 local errors = require("ciranda.io.error")
@@ -179,7 +180,8 @@ end
 local Writer = {}
 Writer.__index = Writer
 
--- The host ignores SIGPIPE. In plain Lua a handler that does nothing keeps a write to a closed pipe from killing us.
+-- The host ignores SIGPIPE. In plain Lua a handler that does nothing keeps a write to a closed pipe from
+-- killing us.
 local sigpipe
 
 local function survive_sigpipe()

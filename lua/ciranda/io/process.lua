@@ -2,9 +2,9 @@
 ---
 ---     local result = process.run({ "git", "rev-parse", "HEAD", cwd = dir }):check()
 ---
---- A program runs in a session and process group of its own. When its time is up, or its task is cancelled, the group
---- gets TERM, after a grace KILL; the call returns when the program has ended and its output is closed.
---- `foreground = true` leaves it in our group, on our terminal.
+--- A program runs in a session and process group of its own. When its time is up, or its task is cancelled,
+--- the group gets TERM, after a grace KILL; the call returns when the program has ended and its output is
+--- closed. `foreground = true` leaves it in our group, on our terminal.
 
 local uv = require("luv")
 local child = require("ciranda.io.child")
@@ -41,21 +41,20 @@ local OPTIONS = {
 }
 
 ---@class ciranda.process.Options
----@field [integer] string       the program, looked up in PATH, and its arguments
----@field cwd string?            working directory
----@field env table<string, string|false>?  added to our environment; false takes a variable out
----@field clear_env boolean?     begin with an empty environment
----@field stdin any              a string; or a function called for more until it returns nil; process.INHERIT for ours.
----                              Without it the program reads end of file.
----@field stdout any             process.CAPTURE (as without it), PIPE (only `spawn`), INHERIT, DISCARD, or a file
----                              descriptor
----@field stderr any             the same, or process.STDOUT: where standard output goes
----@field on_stdout (fun(chunk: string))?  called in a task with what comes, in order; the program waits meanwhile
+---@field [integer] string the program, looked up in PATH, and its arguments
+---@field cwd string? working directory
+---@field env table<string, string|false>? added to our environment; false takes a variable out
+---@field clear_env boolean? begin with an empty environment
+---@field stdin any a string; or a function called for more until it returns nil; process.INHERIT for ours.
+---       Without it the program reads end of file.
+---@field stdout any process.CAPTURE (as without it), PIPE (only `spawn`), INHERIT, DISCARD, or a descriptor
+---@field stderr any the same, or process.STDOUT: where standard output goes
+---@field on_stdout (fun(chunk: string))? called with what comes, in order; the program waits meanwhile
 ---@field on_stderr (fun(chunk: string))?
----@field timeout number?        seconds until it is ended, with the error "timeout"
----@field grace number?          seconds between TERM and KILL; 5
----@field max_output integer?    bytes kept of each stream; 64 MiB
----@field foreground boolean?    stay in our process group and session, for programs that use the terminal
+---@field timeout number? seconds until it is ended, with the error "timeout"
+---@field grace number? seconds between TERM and KILL; 5
+---@field max_output integer? bytes kept of each stream; 64 MiB
+---@field foreground boolean? stay in our process group and session, for programs that use the terminal
 
 local function check(argv, what)
   local level = errors.level_outside("ciranda/io/")
@@ -122,10 +121,11 @@ local function environment(options)
   return list
 end
 
---- Start a program. Write `local p <close> = process.spawn{...}`: leaving the block ends it, and waits for that.
----@param argv ciranda.process.Options stdout and stderr may be process.PIPE here, to be read through `p.stdout`, and
----       stdin too, to be written through `p.stdin`; what needs a task of its own (`on_stdout`, `on_stderr`,
----       `timeout`, standard input from a string or a function) is for `run`
+--- Start a program. Write `local p <close> = process.spawn{...}`: leaving the block ends it, and waits for
+--- that.
+---@param argv ciranda.process.Options stdout and stderr may be process.PIPE here, to be read through
+---       `p.stdout`, and stdin too, to be written through `p.stdin`; what needs a task of its own (`on_stdout`,
+---       `on_stderr`, `timeout`, standard input from a string or a function) is for `run`
 ---@return ciranda.Process
 function M.spawn(argv)
   check(argv, "process.spawn")
@@ -143,7 +143,7 @@ function M.spawn(argv)
   return child.start(argv, environment(argv))
 end
 
--- Running ----------------------------------------------------------------------------------------------------------
+-- Running ---------------------------------------------------------------------------------------------------
 
 --- Feed standard input from a string or a function.
 local function feed(process, source)
@@ -197,8 +197,8 @@ end
 ---@async
 ---@param argv ciranda.process.Options
 ---@return ciranda.process.Result result whatever its exit status; `:check()` raises for one that is not 0
---- Raises "not_found", "permission", ... when it cannot be started; "timeout" when its time is up, with what it wrote
---- until then as the error's `result`.
+--- Raises "not_found", "permission", ... when it cannot be started; "timeout" when its time is up, with what
+--- it wrote until then as the error's `result`.
 function M.run(argv)
   check(argv, "process.run")
   if argv.stdout == M.PIPE or argv.stderr == M.PIPE or argv.stdin == M.PIPE then

@@ -1,10 +1,10 @@
 --- os.execute and io.popen that wait instead of stopping every task.
 ---
---- `install` replaces them, and io.type, io.input, io.output, io.read, io.write, io.lines and io.close, which must
---- know the new kind of file. Outside tasks, and where a task cannot be suspended, the stock functions serve; a stock
---- file is always handed to its stock function. Both go through `/bin/sh -c`. When standard input is a terminal a
---- program stays in our process group, so that it can use the terminal; else it has a group of its own, which ends
---- with its task.
+--- `install` replaces them, and io.type, io.input, io.output, io.read, io.write, io.lines and io.close, which
+--- must know the new kind of file. Outside tasks, and where a task cannot be suspended, the stock functions
+--- serve; a stock file is always handed to its stock function. Both go through `/bin/sh -c`. When standard
+--- input is a terminal a program stays in our process group, so that it can use the terminal; else it has a
+--- group of its own, which ends with its task.
 
 local errors = require("ciranda.io.error")
 local process = require("ciranda.io.process")
@@ -40,8 +40,8 @@ end
 -- Programs of os.execute that have the terminal now.
 local on_terminal = 0
 
---- Whether a program of os.execute has the terminal: a Ctrl-C there is meant for it, and reaches it, so that a host
---- should leave it alone, as the stock os.execute does.
+--- Whether a program of os.execute has the terminal: a Ctrl-C there is meant for it, and reaches it, so that
+--- a host should leave it alone, as the stock os.execute does.
 ---@return boolean
 function M.has_foreground()
   return on_terminal > 0
@@ -77,7 +77,7 @@ function M.execute(command)
   return ending(result)
 end
 
--- Files of io.popen ------------------------------------------------------------------------------------------------
+-- Files of io.popen -----------------------------------------------------------------------------------------
 
 ---@class ciranda.PipeFile
 local PipeFile = {}
@@ -146,7 +146,8 @@ end
 -- The stock library reads no numeral longer than this.
 local LONGEST_NUMERAL = 200
 
---- Read a numeral byte by byte, as it may be all that comes for a while; what cannot be one is consumed, as there.
+--- Read a numeral byte by byte, as it may be all that comes for a while; what cannot be one is consumed, as
+--- there.
 local function read_number(file)
   repeat
     fill(file, 1)
@@ -356,7 +357,7 @@ function M.popen(command, mode)
   return setmetatable({ process = started, buffer = "", at_end = false, closed = false }, PipeFile)
 end
 
--- The library's functions that take a file -------------------------------------------------------------------------
+-- The library's functions that take a file ------------------------------------------------------------------
 
 --- io.type.
 function M.type(value)
@@ -434,8 +435,8 @@ function M.close(file)
   return stock.close(file)
 end
 
---- Put them in place of the stock functions. Once a process: a test runner that loads this module again finds the
---- first one's.
+--- Put them in place of the stock functions. Once a process: a test runner that loads this module again finds
+--- the first one's.
 function M.install()
   local registry = debug.getregistry()
   if registry["ciranda.io.stdio"] then

@@ -62,8 +62,8 @@ function M.yield()
   await(yield_start, "its turn")
 end
 
---- Run a function during which the present task is not cancelled: a cancellation waits until the first wait after
---- it, and the grace begins then. The function needs a deadline of its own.
+--- Run a function during which the present task is not cancelled: a cancellation waits until the first wait
+--- after it, and the grace begins then. The function needs a deadline of its own.
 ---@async
 ---@generic T
 ---@param fn fun(...): T
@@ -120,7 +120,8 @@ function M.all(list)
   return values
 end
 
---- Call a function for each entry of a list, at most `limit` at once. The first failure cancels the rest and rises.
+--- Call a function for each entry of a list, at most `limit` at once. The first failure cancels the rest and
+--- rises.
 ---@async
 ---@generic T, R
 ---@param list T[]
@@ -157,8 +158,8 @@ function M.map(list, fn, limit)
   return values
 end
 
---- Run functions at once; the first to end decides. The others are cancelled and waited for; what they raise in
---- their clean-up does not count.
+--- Run functions at once; the first to end decides. The others are cancelled and waited for; what they raise
+--- in their clean-up does not count.
 ---@async
 ---@param list (fun(): any)[] at least one
 ---@return integer index of the first that ended
@@ -197,8 +198,8 @@ function M.race(list)
   error(winner.err, 0)
 end
 
---- Run a function with a limit of time. It runs as a task of its own, which is cancelled when the time is up; the
---- call returns when its clean-up has ended.
+--- Run a function with a limit of time. It runs as a task of its own, which is cancelled when the time is up;
+--- the call returns when its clean-up has ended.
 ---@async
 ---@param seconds number at least 0
 ---@param fn function

@@ -2,13 +2,14 @@
 ---
 --- Lua has one yield for two purposes: a generator gives a value to its consumer, and a task gives way to the
 --- scheduler. `install` replaces coroutine.create, wrap, resume, close and yield by versions that pass the
---- scheduler's sentinel outwards, coroutine by coroutine, and go on where they were. Outside tasks they do what the
---- stock functions do.
+--- scheduler's sentinel outwards, coroutine by coroutine, and go on where they were. Outside tasks they do
+--- what the stock functions do.
 ---
---- The body of a coroutine made inside a task runs under xpcall, so that its `<close>` variables are closed while
---- it can still wait: an error that nothing catches leaves them to lua_resetthread, which cannot suspend. That costs
---- C stack, of which Lua allows 200 levels, so coroutines nested deeper than GUARDED_DEPTH go without: more than 150
---- can be nested, and the `<close>` of the deepest cannot wait when an error leaves them.
+--- The body of a coroutine made inside a task runs under xpcall, so that its `<close>` variables are closed
+--- while it can still wait: an error that nothing catches leaves them to lua_resetthread, which cannot
+--- suspend. That costs C stack, of which Lua allows 200 levels, so coroutines nested deeper than
+--- GUARDED_DEPTH go without: more than 150 can be nested, and the `<close>` of the deepest cannot wait when
+--- an error leaves them.
 
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")

@@ -13,8 +13,8 @@ local function now()
   return uv.hrtime() / 1e9
 end
 
---- Start the timer for the request whose grace ends first, or stop it. Looks at all of them: it must not be called
---- for each of ten thousand.
+--- Start the timer for the request whose grace ends first, or stop it. Looks at all of them: it must not be
+--- called for each of ten thousand.
 local function arm(self)
   local first
   for _, deadline in pairs(self.deadlines) do

@@ -106,8 +106,8 @@ return function(scheduler)
     end, self)
   end
 
-  --- Ask the task to end: its present or next wait raises the error with code "cancelled", once. One that has not
-  --- begun never begins. The first reason counts; a task that has ended is left alone.
+  --- Ask the task to end: its present or next wait raises the error with code "cancelled", once. One that has
+  --- not begun never begins. The first reason counts; a task that has ended is left alone.
   ---@param reason any? a string, or an error
   function Task:cancel(reason)
     if not FINAL[self.state] and not self.cancelled then

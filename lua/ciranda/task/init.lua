@@ -70,8 +70,8 @@ function M.current()
   return scheduler.current
 end
 
---- Wait for a function of the engine, whose last argument is a callback `function(err, value)` and which returns a
---- handle with `:cancel()`.
+--- Wait for a function of the engine, whose last argument is a callback `function(err, value)` and which
+--- returns a handle with `:cancel()`.
 ---@async
 ---@param fn function
 ---@param ... any its arguments before the callback
@@ -95,8 +95,8 @@ function M.call(fn, ...)
   end, "an engine call")
 end
 
---- Run a function as the root task and drive the loop until it has ended. Inside a task it runs as a task of its
---- own, which is waited for.
+--- Run a function as the root task and drive the loop until it has ended. Inside a task it runs as a task of
+--- its own, which is waited for.
 ---@param fn function
 ---@param ... any
 ---@return any ... its values; raises what it raised

@@ -1,7 +1,8 @@
 --- `require` in Lua: a module may wait while it is being loaded.
 ---
---- The stock `require` is a C function that cannot be suspended. This one walks the same `package.searchers` with the
---- same results, and tells in its message where it looked. Two tasks that require a module at once load it once.
+--- The stock `require` is a C function that cannot be suspended. This one walks the same `package.searchers`
+--- with the same results, and tells in its message where it looked. Two tasks that require a module at once
+--- load it once.
 
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")

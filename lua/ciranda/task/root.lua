@@ -20,8 +20,8 @@ function M.cancel(reason)
   return root.cancelled and root.cancelled.err or root.err
 end
 
---- Ctrl-C: cancel the root task. Called by a signal's callback, or by a hook in running code, which then raises
---- what this returns.
+--- Ctrl-C: cancel the root task. Called by a signal's callback, or by a hook in running code, which then
+--- raises what this returns.
 ---@param signal string? its name; "SIGINT"
 ---@return ciranda.Error
 function M.interrupt(signal)

@@ -1,11 +1,11 @@
 --- The scheduler: tasks are coroutines, and one luv handle drains the queue of those that can go on.
 ---
---- A task gives up control in one place only, `await`, by yielding one sentinel. A completion never resumes it:
---- it stores its result and puts the task on the ready queue, which an idle handle of the loop drains. So a
---- completion that comes at once needs no special case, and nothing re-enters.
+--- A task gives up control in one place only, `await`, by yielding one sentinel. A completion never resumes
+--- it: it stores its result and puts the task on the ready queue, which an idle handle of the loop drains. So
+--- a completion that comes at once needs no special case, and nothing re-enters.
 ---
---- What a task can still do to stall the rest: compute without waiting, call a C function that blocks (a pattern
---- match without end, a read from a slow device), or use a blocking function of another library.
+--- What a task can still do to stall the rest: compute without waiting, call a C function that blocks (a
+--- pattern match without end, a read from a slow device), or use a blocking function of another library.
 ---
 --- There is one scheduler a process. A test runner that loads this module again gets the same one.
 
@@ -52,7 +52,8 @@ local M = {
 }
 registry[REGISTRY_KEY] = M
 
--- The host wants to know which coroutine runs, so that a signal can interrupt it; plain Lua has no such thing.
+-- The host wants to know which coroutine runs, so that a signal can interrupt it; plain Lua has no such
+-- thing.
 local set_running = function() end
 if package.preload["ciranda.core.engine"] then
   set_running = require("ciranda.core.engine").set_running or set_running
@@ -71,8 +72,8 @@ local grace -- of the requests that are being obeyed
 
 local step -- forward
 
---- Resume every task that was ready when the turn began. Those that become ready meanwhile go in the next turn, so
---- that a loop of operations that complete at once does not keep the loop from its other work.
+--- Resume every task that was ready when the turn began. Those that become ready meanwhile go in the next
+--- turn, so that a loop of operations that complete at once does not keep the loop from its other work.
 local function drain()
   local batch, count = ready, ready_count
   ready, ready_count = {}, 0
@@ -114,10 +115,10 @@ function M.shutdown()
   grace:close()
 end
 
--- Operations -------------------------------------------------------------------------------------------------------
+-- Operations ------------------------------------------------------------------------------------------------
 
--- States of an operation: starting (its start function runs), waiting, cancelling (asked to end, has not yet),
--- done (its result lies here, the task is on the ready queue), void (nobody wants its result any more).
+-- States of an operation: starting (its start function runs), waiting, cancelling (asked to end, has not
+-- yet), done (its result lies here, the task is on the ready queue), void (nobody wants its result any more).
 
 --- Store the result of an operation. A second or a late completion is dropped.
 local function complete(op, err, ...)
@@ -130,7 +131,8 @@ local function complete(op, err, ...)
     op.values = pack(...)
   end
   if state == "cancelling" and err == nil then
-    op.request = nil -- it succeeded after all: the value must not be lost, the cancellation waits for the next wait
+    -- It succeeded after all: the value must not be lost, and the cancellation is raised at the next wait.
+    op.request = nil
   end
   op.state = "done"
   if state ~= "starting" then
@@ -285,9 +287,9 @@ end
 
 --- The one wait. `start(done)` begins an operation and returns a function that cancels it.
 ---
---- `done(err, values...)` completes it, at any time, even before `start` has returned. The cancel function returns
---- true when the operation is over at once; otherwise `done` must follow, and the task waits for it. No cancel
---- function means that the operation may simply be abandoned.
+--- `done(err, values...)` completes it, at any time, even before `start` has returned. The cancel function
+--- returns true when the operation is over at once; otherwise `done` must follow, and the task waits for it.
+--- No cancel function means that the operation may simply be abandoned.
 ---@async
 ---@param start fun(done: fun(err: any, ...)): (fun(): boolean?)?
 ---@param what any? for `task.dump`: a string, a task, or anything with `__tostring`
@@ -335,10 +337,10 @@ function M.await(start, what)
   end
 end
 
--- Life of a task ---------------------------------------------------------------------------------------------------
+-- Life of a task --------------------------------------------------------------------------------------------
 
---- The running code of a task was interrupted: the task is cancelled, and the error that the interruption raised
---- there becomes that cancellation, so that it is not raised a second time during clean-up.
+--- The running code of a task was interrupted: the task is cancelled, and the error that the interruption
+--- raised there becomes that cancellation, so that it is not raised a second time during clean-up.
 ---@param task ciranda.Task
 ---@param cause ciranda.Error
 ---@return ciranda.Error
@@ -404,10 +406,8 @@ local function body(task)
   if task.scopes then
     local left = end_scopes(task)
     if left and result[1] then
-      local message = ("%s: this scope was still open when %s ended; write: local s <close> = task.scope()"):format(
-        left.where,
-        tostring(task)
-      )
+      local message = ("%s: this scope was still open when %s ended"):format(left.where, tostring(task))
+        .. "; write: local s <close> = task.scope()"
       task.result = { false, errors.new({ code = "misuse", message = message }) }
     end
   end
@@ -511,7 +511,8 @@ function M.kill(task, err, state)
   close_now(task, state, err)
 end
 
---- Do what a cancellation asks for: raise it at the task's wait, or let a task that has not begun never begin.
+--- Do what a cancellation asks for: raise it at the task's wait, or let a task that has not begun never
+--- begin.
 ---@param task ciranda.Task
 ---@param request table
 function M.request_end(task, request)
@@ -575,7 +576,7 @@ function step(task)
   if not rawequal(yielded, M.WAIT) then
     local err = errors.new({
       code = "misuse",
-      message = ("%s yielded %s to the scheduler: coroutine.yield works only inside a coroutine of one's own"):format(
+      message = ("%s yielded %s to the scheduler, which takes only waits; wrap the generator in a coroutine"):format(
         tostring(task),
         errors.text(yielded == nil and "nothing" or yielded)
       ),

@@ -1,7 +1,7 @@
 --- Scopes: no task outlives the block that started it.
 ---
---- A scope ends when its children have ended. The first child that fails cancels its siblings, interrupts the block,
---- and rises from the end of the scope after everybody's clean-up.
+--- A scope ends when its children have ended. The first child that fails cancels its siblings, interrupts the
+--- block, and rises from the end of the scope after everybody's clean-up.
 
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")

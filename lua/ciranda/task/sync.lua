@@ -1,4 +1,5 @@
---- What tasks use to wait for each other: semaphores, bounded queues, events. All are first come, first served.
+--- What tasks use to wait for each other: semaphores, bounded queues, events. All are first come, first
+--- served.
 
 local errors = require("ciranda.io.error")
 local scheduler = require("ciranda.task.scheduler")
@@ -44,7 +45,7 @@ function Waiters:take()
   return nil
 end
 
--- Semaphore --------------------------------------------------------------------------------------------------------
+-- Semaphore -------------------------------------------------------------------------------------------------
 
 ---@class ciranda.Semaphore
 local Semaphore = {}
@@ -106,7 +107,7 @@ function Semaphore:with(fn, ...)
   return fn(...)
 end
 
--- Queue ------------------------------------------------------------------------------------------------------------
+-- Queue -----------------------------------------------------------------------------------------------------
 
 ---@class ciranda.Queue
 local Queue = {}
@@ -228,7 +229,7 @@ function Queue:close()
   end
 end
 
--- Event ------------------------------------------------------------------------------------------------------------
+-- Event -----------------------------------------------------------------------------------------------------
 
 ---@class ciranda.Event
 local Event = {}
