@@ -253,7 +253,11 @@ local SINGLE = {
   connecttimeout = {
     "connect_timeout",
     function(line, text)
-      return text == "none" and 0 or seconds(line, text)
+      -- "none" leaves the place to a later value, as in OpenSSH.
+      if text ~= "none" then
+        return seconds(line, text)
+      end
+      return nil
     end,
   },
   serveraliveinterval = { "alive_interval", seconds },
@@ -288,7 +292,7 @@ Reader.__index = Reader
 --- The host's name so far: HostName with %h, else what was typed.
 function Reader:hostname()
   local name = self.found.hostname
-  return name and name:gsub("%%(.)", { h = self.host, ["%"] = "%" }) or self.host
+  return name and (name:gsub("%%(.)", { h = self.original, ["%"] = "%" })) or self.original
 end
 
 --- Whether a Match line matches.
@@ -307,9 +311,9 @@ function Reader:match(line)
       hit = true
     elseif criterion == "final" then
       self.wants_final = true
-      hit = self.final
+      hit = self.final == true
     elseif criterion == "canonical" then
-      hit = self.final
+      hit = self.final == true
     else
       if value == "" then
         index = index + 1
@@ -321,7 +325,7 @@ function Reader:match(line)
       if criterion == "host" then
         hit = matches({ value }, self:hostname())
       elseif criterion == "originalhost" then
-        hit = matches({ value }, self.host)
+        hit = matches({ value }, self.original)
       elseif criterion == "user" then
         hit = matches({ value }, self.user or self.found.user or local_user())
       elseif criterion == "localuser" then
@@ -344,7 +348,11 @@ function Reader:special(line)
   local keyword, args, found = line.keyword, line.args, self.found
   if keyword == "identityfile" then
     found.identity_files = found.identity_files or {}
-    if #found.identity_files < MAX_IDENTITIES then
+    local known = false
+    for _, path in ipairs(found.identity_files) do
+      known = known or path == args[1]
+    end
+    if not known and #found.identity_files < MAX_IDENTITIES then
       table.insert(found.identity_files, args[1])
     end
   elseif keyword == "userknownhostsfile" then
@@ -511,7 +519,8 @@ function M.evaluate(host, options)
     files = { { home_of(options.file), home .. "/.ssh", true } }
   end
   local reader = setmetatable({
-    host = host,
+    original = host,
+    host = host, -- what Host lines are compared with: in the final pass, the resolved name
     user = options.user,
     found = { send_patterns = {} },
     outer = true,
@@ -532,20 +541,18 @@ function M.evaluate(host, options)
     end
   end
   pass()
+  local name = reader:hostname()
+  -- As ssh does: addresses keep their spelling.
+  if not name:find("^[%d.]+$") and not name:find(":", 1, true) then
+    name = name:lower()
+  end
+  if reader.found.hostname or reader.wants_final then
+    reader.found.hostname = name
+  end
   if reader.wants_final then
     reader.final = true
-    if reader.found.hostname then
-      reader.found.hostname = reader:hostname()
-    end
-    local patterns = reader.found.send_patterns
-    local identities = reader.found.identity_files
-    reader.found.send_patterns, reader.found.identity_files = {}, nil
+    reader.host = name
     pass()
-    reader.found.send_patterns = #reader.found.send_patterns > 0 and reader.found.send_patterns or patterns
-    reader.found.identity_files = reader.found.identity_files or identities
-  end
-  if reader.found.hostname then
-    reader.found.hostname = reader:hostname()
   end
   return reader.found
 end
@@ -609,7 +616,7 @@ function M.resolve(host, options)
     user = raw.user,
     host_key_alias = raw.host_key_alias,
     host_key_policy = raw.host_key_policy,
-    connect_timeout = raw.connect_timeout ~= 0 and raw.connect_timeout or nil,
+    connect_timeout = raw.connect_timeout ~= 0 and raw.connect_timeout or nil, -- 0 is the system's own
     identities_only = raw.identities_only,
     bind_address = raw.bind_address,
     address_family = raw.address_family ~= "any" and raw.address_family or nil,

@@ -23,6 +23,9 @@ M.TIMEOUTS = { resolve = 20, connect = 15, banner = 20, kex = 20, auth = 60, cha
 --- Seconds between questions to a silent server, and how many may stay unanswered.
 M.KEEPALIVE = { interval = 30, count = 3 }
 
+--- Connections to one address that are not authenticated yet: OpenSSH begins to drop them at 10 (MaxStartups).
+M.MAX_STARTING = 8
+
 --- Channels at once on a connection: OpenSSH allows 10 (MaxSessions).
 M.MAX_CHANNELS = 8
 
@@ -53,7 +56,7 @@ local OPTIONS = {
   timeouts = true,
   config = true,
   jump = true,
-  depth = true,
+  via = true, -- of ciranda.ssh.proxy: the jump hosts passed so far
   proxy_command = true,
   bind_address = true,
   keepalive = true,
@@ -86,16 +89,14 @@ local OPTIONS = {
 
 -- What to do about a failure, by phase and code, after what failed.
 local REMEDIES = {
-  ["connect refused"] = "nothing listens there: is sshd running, and is this its port?",
-  ["connect timeout"] = "no answer: a firewall, a machine that is down, or an address that cannot be reached from here",
-  ["connect unreachable"] = "there is no way to this address from here",
-  ["banner timeout"] = "it accepted the connection and has not said who it is: it is overloaded, or no SSH server",
-  ["banner closed"] = "it closed the connection before it said who it is: too many connections at once "
-    .. "(MaxStartups), or this address is not let in",
-  ["banner reset"] = "it broke the connection before it said who it is: too many connections at once (MaxStartups), "
-    .. "or this address is not let in",
-  ["kex unsupported"] = "its algorithms are too old, or too new, for libssh2 " .. core.version,
-  ["kex timeout"] = "the key exchange has stalled: it is overloaded, or the network drops large packets (MTU)",
+  ["connect refused"] = "Nothing listens there: is sshd running, and is this its port?",
+  ["connect timeout"] = "A firewall, a machine that is down, or an address that cannot be reached from here?",
+  ["connect unreachable"] = "There is no way to this address from here.",
+  ["banner timeout"] = "It accepted the connection and has not said who it is: it is overloaded, or no SSH server.",
+  ["banner closed"] = "Too many connections at once (MaxStartups), or this address is not let in.",
+  ["banner reset"] = "Too many connections at once (MaxStartups), or this address is not let in.",
+  ["kex unsupported"] = "Its algorithms are too old, or too new, for libssh2 " .. core.version .. ".",
+  ["kex timeout"] = "It is overloaded, or the network drops large packets (MTU).",
 }
 
 local PHASES = {
@@ -131,8 +132,9 @@ end
 
 -- Settings ---------------------------------------------------------------------------------------------------------
 
+--- A list of what may be given alone: a path, or a key, which is a table of its own.
 local function as_list(value)
-  if value == nil or type(value) == "table" and value[1] ~= nil then
+  if value == nil or (type(value) == "table" and value.handle == nil) then
     return value
   end
   return { value }
@@ -338,6 +340,26 @@ local function open_any(settings, expected, under)
   error(first, 0)
 end
 
+-- A semaphore for each address that is being connected to: { semaphore, users }.
+local starting = {}
+
+--- Call `fn` as one of the few that are not authenticated yet at this address.
+local function as_one_of_few(settings, fn)
+  local place = ("%s:%d"):format(settings.address, settings.port)
+  local entry = starting[place] or { semaphore = task.semaphore(M.MAX_STARTING), users = 0 }
+  starting[place] = entry
+  entry.users = entry.users + 1
+  local _ <close> = setmetatable({}, {
+    __close = function()
+      entry.users = entry.users - 1
+      if entry.users == 0 then
+        starting[place] = nil
+      end
+    end,
+  })
+  return entry.semaphore:with(fn)
+end
+
 --- What must be closed unless everything went well.
 local function guarded(thing)
   return setmetatable({ thing = thing }, {
@@ -370,14 +392,17 @@ function M.connect(options)
     files = settings.known_hosts,
   })
   local under <close> = guarded(proxy.open(settings, M.connect, options))
-  local session <close> = guarded(open_any(settings, expected, under.thing))
-
-  local key_type, blob = session.thing:host_key()
-  if not key_type then
-    errors.raise(explain(errors.wrap(select(2, session.thing:status())), settings))
-  end
-  local trust = hostkey.verify(expected, key_type, blob, settings.policy)
-  local key = login.authenticate(session.thing, settings)
+  local session <close> = guarded()
+  local key_type, blob, trust, key
+  as_one_of_few(settings, function()
+    session.thing = open_any(settings, expected, under.thing)
+    key_type, blob = session.thing:host_key()
+    if not key_type then
+      errors.raise(explain(errors.wrap(select(2, session.thing:status())), settings))
+    end
+    trust = hostkey.verify(expected, key_type, blob, settings.policy)
+    key = login.authenticate(session.thing, settings)
+  end)
 
   local connection = connections.new(session.thing, {
     host = settings.host,

@@ -9,9 +9,6 @@ local uv = require("luv")
 
 local M = {}
 
--- Hops of a connection, those that ssh_config adds included: a configuration may go in circles.
-local MAX_HOPS = 8
-
 --- Options that a jump host shares with the host behind it.
 local SHARED = {
   "keys",
@@ -121,28 +118,28 @@ end
 
 --- The hosts of a chain, "a,b,c", the last of which reaches the target.
 local function through_chain(chain, settings, connect, options)
-  local depth = (options.depth or 0) + 1
-  if depth > MAX_HOPS then
-    errors.raise({
-      code = "usage",
-      op = "ssh.connect",
-      target = settings.label,
-      message = ("%s: more than %d jump hosts: does ProxyJump in ssh_config go in circles?"):format(
-        settings.label,
-        MAX_HOPS
-      ),
-    })
-  end
   local before, last = chain:match("^(.*),([^,]+)$")
   local hop = M.parse_hop(last or chain)
   hop.jump = before
-  hop.depth = depth
   local parts = { chain }
   for _, name in ipairs(SHARED) do
     hop[name] = options[name]
     parts[#parts + 1] = tostring(options[name])
   end
   local key = table.concat(parts, "\0")
+  -- The jump hosts that this one is to be reached through, those that ssh_config adds included.
+  hop.via = { [key] = true }
+  for known in pairs(options.via or {}) do
+    hop.via[known] = true
+  end
+  if options.via and options.via[key] then
+    errors.raise({
+      code = "usage",
+      op = "ssh.connect",
+      target = settings.label,
+      message = ("%s: ProxyJump in ssh_config goes in circles (%s)"):format(settings.label, chain),
+    })
+  end
   local entry = acquire(key, function()
     return connect(hop)
   end)

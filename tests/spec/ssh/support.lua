@@ -190,12 +190,14 @@ function M.server(options)
       "StrictModes no",
       "PidFile none",
       "LogLevel VERBOSE",
-      "Subsystem sftp internal-sftp",
       "PasswordAuthentication no",
       "KbdInteractiveAuthentication no",
     }
     for _, path in ipairs(host_keys) do
       lines[#lines + 1] = "HostKey " .. path
+    end
+    if not table.concat(options.config or {}, "\n"):find("Subsystem", 1, true) then
+      lines[#lines + 1] = "Subsystem sftp internal-sftp"
     end
     if sshd_version() >= 908 then
       lines[#lines + 1] = "PerSourcePenalties no"
