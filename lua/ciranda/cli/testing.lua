@@ -116,7 +116,7 @@ local function output_handler(options)
   function handler.suite_end()
     io.write("\n")
     for _, entry in ipairs(handler.pendings) do
-      io.write(("skipped  %s (%s): %s\n"):format(entry.name, place(entry), text(entry.message)))
+      io.write(("SKIP: %s: %s (%s)\n"):format(entry.name, text(entry.message), place(entry)))
     end
     for _, list in ipairs({ handler.failures, handler.errors }) do
       for _, entry in ipairs(list) do
