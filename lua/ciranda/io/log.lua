@@ -81,16 +81,19 @@ local function hide(text)
   end
 end
 
+-- A text shorter than this keeps no secret, and hiding it would make every line unreadable.
+local SHORTEST_SECRET = 4
+
 -- A line of a key file shorter than this tells nothing, and hiding it would hide ordinary words.
 local SHORTEST_LINE = 16
 
---- Never print this text: as it is, as JSON or a URL would hold it, in base64, nor a long line of it.
+--- Never print this text, of four bytes at least: as it is, as JSON or a URL would hold it, in base64, nor a long line of it.
 ---@param text string
 function M.secret(text)
   if type(text) ~= "string" then
     errors.misuse(2, "log.secret: a string expected, got %s", type(text))
   end
-  if text == "" then
+  if #text < SHORTEST_SECRET then
     return
   end
   hide(text)

@@ -106,6 +106,11 @@ describe("a log line", function()
     assert.equal("x *** y", log.redact("x " .. secret .. " y"))
   end)
 
+  it("stays readable when a text too short to be a secret is registered", function()
+    log.secret("s")
+    assert.equal("lists of messages", log.redact("lists of messages"))
+  end)
+
   it("hides a secret that contains another as a whole", function()
     log.secret("inner-secret")
     log.secret("outer-inner-secret-outer")
