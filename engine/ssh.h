@@ -70,6 +70,7 @@ typedef struct cir_ssh_session cir_ssh_session;
 typedef struct cir_ssh_channel cir_ssh_channel;
 typedef struct cir_ssh_operation cir_ssh_operation;
 typedef struct cir_ssh_transport cir_ssh_transport;
+typedef struct cir_ssh_block cir_ssh_block;
 
 /* Why something failed: what Lua gets as {code =, phase =, message =, reason =}. */
 typedef struct cir_ssh_fault {
@@ -193,6 +194,7 @@ struct cir_ssh_session {
   cir_ssh_channel *channels;
   LIBSSH2_CHANNEL *spare; /* closed by both sides: kept to read the socket with (see drain) */
   cir_buffer out;
+  cir_ssh_block *blocks; /* libssh2's memory */
   uv_timer_t timer;
   uint64_t alarm; /* what the timer is set to, 0 for not at all */
   cir_ssh_state state;
@@ -249,8 +251,8 @@ void cir_ssh_check_usable(lua_State *L, cir_ssh_session *session, bool authentic
 /* The buffer that all sessions read into, CIR_SSH_READ bytes. */
 char *cir_ssh_buffer(void);
 
-/* Memory that libssh2 may free. */
-void *cir_ssh_allocate(size_t size);
+/* Memory that libssh2 may free; what it does not free goes with the session. */
+void *cir_ssh_allocate(cir_ssh_session *session, size_t size);
 
 uint64_t cir_ssh_now(const cir_ssh_session *session);
 

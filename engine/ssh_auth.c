@@ -77,7 +77,7 @@ static LIBSSH2_USERAUTH_PUBLICKEY_SIGN_FUNC(on_sign) {
   }
   if (signature == NULL)
     return LIBSSH2_ERROR_PUBLICKEY_UNVERIFIED;
-  *sig = cir_ssh_allocate(size);
+  *sig = cir_ssh_allocate(self->base.session, size);
   if (*sig != NULL) {
     memcpy(*sig, signature, size);
     *sig_len = size;

@@ -117,6 +117,7 @@ static void on_pool(uv_work_t *work) {
   if (load->io_error == 0)
     load->key = cir_ssh_key_parse(load->text, load->text_size, load->passphrase,
                                   load->passphrase_size, &load->fault);
+  OPENSSL_thread_stop(); /* what OpenSSL keeps a thread, a random generator among it */
 }
 
 static void wipe(char *text, size_t size) {

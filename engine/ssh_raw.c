@@ -32,32 +32,61 @@ void cir_ssh_push_fault(lua_State *L, const cir_ssh_fault *fault) {
 /* --- what libssh2 calls ------------------------------------------------------------------------
  */
 
-/* Sizes are kept in front of the bytes, so that on_free knows how many it may look at. */
-typedef union header {
+/*
+ * Memory of libssh2. Each block knows its size, so that on_free knows how many bytes it may look
+ * at, and its session's other blocks: libssh2 forgets some (the host key at each new key exchange,
+ * what a session that ends in the middle of one has), and they go with the session.
+ */
+struct cir_ssh_block {
+  cir_ssh_block *previous, *next;
   size_t size;
-  max_align_t align;
-} header;
+  max_align_t bytes[];
+};
 
-void *cir_ssh_allocate(size_t size) {
-  header *block = malloc(sizeof *block + size);
-  if (block == NULL)
-    return NULL;
+static cir_ssh_block *block_of(void *bytes) {
+  return CIR_CONTAINER_OF(bytes, cir_ssh_block, bytes);
+}
+
+static void *enter(cir_ssh_session *session, cir_ssh_block *block, size_t size) {
   block->size = size;
-  return block + 1;
+  block->previous = NULL;
+  block->next = session->blocks;
+  if (session->blocks != NULL)
+    session->blocks->previous = block;
+  session->blocks = block;
+  return block->bytes;
+}
+
+static void leave(cir_ssh_session *session, cir_ssh_block *block) {
+  if (block->previous != NULL)
+    block->previous->next = block->next;
+  else
+    session->blocks = block->next;
+  if (block->next != NULL)
+    block->next->previous = block->previous;
+}
+
+void *cir_ssh_allocate(cir_ssh_session *session, size_t size) {
+  cir_ssh_block *block = malloc(sizeof *block + size);
+  return block != NULL ? enter(session, block, size) : NULL;
 }
 
 static LIBSSH2_ALLOC_FUNC(on_alloc) {
-  (void)abstract;
-  return cir_ssh_allocate(count);
+  return cir_ssh_allocate(*abstract, count);
 }
 
 static LIBSSH2_REALLOC_FUNC(on_realloc) {
-  (void)abstract;
-  header *block = realloc(ptr == NULL ? NULL : (header *)ptr - 1, sizeof *block + count);
-  if (block == NULL)
+  cir_ssh_session *session = *abstract;
+  if (ptr == NULL)
+    return cir_ssh_allocate(session, count);
+  cir_ssh_block *block = block_of(ptr);
+  leave(session, block);
+  cir_ssh_block *moved = realloc(block, sizeof *block + count);
+  if (moved == NULL) {
+    enter(session, block, block->size);
     return NULL;
-  block->size = count;
-  return block + 1;
+  }
+  return enter(session, moved, count);
 }
 
 /* A channel request of the peer: "exit-status" and "exit-signal" are noted. */
@@ -90,7 +119,7 @@ static LIBSSH2_FREE_FUNC(on_free) {
   enum { CHANNEL_OPEN_CONFIRMATION = 91, CHANNEL_REQUEST = 98 };
   if (ptr == NULL)
     return;
-  header *block = (header *)ptr - 1;
+  cir_ssh_block *block = block_of(ptr);
   cir_wire packet = cir_wire_of(ptr, block->size);
   cir_ssh_session *session = *abstract;
   uint8_t type = block->size > 0 ? *cir_wire_bytes(&packet, 1).data : 0;
@@ -98,6 +127,7 @@ static LIBSSH2_FREE_FUNC(on_free) {
     session->confirmed_channel = cir_wire_u32(&packet);
   else if (type == CHANNEL_REQUEST)
     note_request(session, packet);
+  leave(session, block);
   free(block);
 }
 
@@ -179,6 +209,11 @@ void cir_ssh_raw_free(cir_ssh_session *session) {
       session->raw = NULL;
   session->raw = NULL;
   session->spare = NULL;
+  while (session->blocks != NULL) {
+    cir_ssh_block *block = session->blocks;
+    session->blocks = block->next;
+    free(block);
+  }
 }
 
 /* --- failures ----------------------------------------------------------------------------------
