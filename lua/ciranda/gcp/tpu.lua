@@ -548,11 +548,13 @@ end
 --- Read an operation again.
 ---@async
 ---@param name string the full name, as an answer has it
+---@param deadline number? seconds for the call with its repetitions
 ---@return table Operation message
-function Tpu:get_operation(name)
+function Tpu:get_operation(name, deadline)
   return self:call("operations.get", {
     operation = M.short_name(name),
     location = name:match("/locations/([^/]+)/") or self.zone,
+    deadline = deadline,
   })
 end
 
@@ -581,7 +583,7 @@ function Tpu:wait_operation(operation, options)
     end
     task.sleep(math.min(wait * (0.5 + self.client.random() * 0.5), deadline - now))
     wait = math.min(wait * 1.4, 30)
-    operation = self:get_operation(operation.name)
+    operation = self:get_operation(operation.name, math.max(1, deadline - self.client:now()))
   end
   if operation.error then
     local target = type(operation.metadata) == "table" and operation.metadata.target or operation.name

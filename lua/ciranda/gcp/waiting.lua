@@ -5,6 +5,7 @@
 --- of the API is no news; a state from which the wanted one cannot come ends the wait with the API's reason and what it
 --- means.
 
+local checks = require("ciranda.gcp.request_checks")
 local errors = require("ciranda.io.error")
 local failure = require("ciranda.gcp.failure")
 local kinds = require("ciranda.gcp.credential_kinds")
@@ -19,6 +20,9 @@ M.MOST_POLL = 20
 
 --- Seconds a wait lasts unless its caller says otherwise.
 M.TIMEOUT = 24 * 3600
+
+--- Seconds that one look may take with its repetitions, before it is told that there is no news.
+M.LOOK = 120
 
 --- For so many seconds after the wait began "not found" may mean "not yet": a get right after a create has been seen to
 --- miss it.
@@ -126,7 +130,8 @@ local function wait_loop(client, what, options, look, state_of, judge)
   local began = client:now()
   local state, since, poll, told = nil, began, first, 0
   while true do
-    local looked, message = pcall(look, client:now() - poll / 2)
+    local patience = math.max(0.001, math.min(M.LOOK, began + timeout - client:now()))
+    local looked, message = pcall(task.timeout, patience, look, client:now() - poll / 2)
     if looked then
       local now_state = state_of(message)
       if now_state ~= state then
@@ -191,7 +196,7 @@ local function nodes_of(message, by_name)
     local multi = type(spec) == "table" and (spec.multisliceParams or spec.multiNodeParams)
     if type(multi) == "table" then
       local prefix = multi.nodeIdPrefix or short_name(message.name)
-      for index = 0, (math.tointeger(multi.nodeCount) or 0) - 1 do
+      for index = 0, math.min(math.tointeger(multi.nodeCount) or 0, checks.MAX_SLICES) - 1 do
         names[#names + 1] = ("%s-%d"):format(prefix, index)
       end
     elseif type(spec) == "table" and spec.nodeId then

@@ -442,6 +442,79 @@ describe("ciranda.gcp.tpu", function()
     end)
   end)
 
+  it("takes no answer for more than it is: any value may be of any type", function()
+    local json = require("ciranda.io.json")
+    local QUEUED = {
+      name = ZONE .. "/queuedResources/job1",
+      createTime = "2026-01-01T00:00:00Z",
+      tpu = { nodeSpec = { { nodeId = "job1", node = { labels = { a = "b" } } } } },
+      queueingPolicy = { validUntilDuration = "5s", validInterval = { endTime = "2026-01-01T00:00:00Z" } },
+      spot = {},
+      state = {
+        state = "FAILED",
+        stateInitiator = "SERVICE",
+        failedData = {
+          error = { code = 8, message = "Quota 'Q' exhausted. Limit 4 in zone z", details = { {} } },
+        },
+      },
+    }
+    local NODE = { name = ZONE .. "/nodes/job1", state = "READY", healthDescription = "fine" }
+    local seed = 12345
+    local function random(n)
+      seed = (seed * 1103515245 + 12345) & 0x7fffffff
+      return (seed >> 8) % n + 1
+    end
+    local VALUES =
+      { "x", "", 7, -1.5, 1 << 60, true, false, {}, { {} }, { a = { "b" } }, json.null, ("y"):rep(3000) }
+
+    --- A copy in which one value, at random, is another.
+    local function mutated(value)
+      local places = {}
+      local function walk(from)
+        local to = {}
+        for key, item in pairs(from) do
+          to[key] = type(item) == "table" and walk(item) or item
+          places[#places + 1] = { to, key }
+        end
+        return to
+      end
+      local copy = walk(value)
+      table.sort(places, function(a, b)
+        return tostring(a[2]) < tostring(b[2])
+      end)
+      local place = places[random(#places)]
+      place[1][place[2]] = VALUES[random(#VALUES)]
+      return copy
+    end
+
+    local client = { random = math.random, first_wait = 0.001, most_wait = 0.001 }
+    client.now = support.client().now
+    local tpu = tpu_module.connect { client = client, config = support.config("http://127.0.0.1:1") }
+    local answers
+    function client.json()
+      return answers.queued
+    end
+    function client.pages()
+      return { answers.node }, {}
+    end
+    local ended = {}
+    for round = 1, 600 do
+      local queued = mutated(QUEUED)
+      if type(queued.state) == "table" and round % 3 > 0 then
+        queued.state.state = round % 3 == 1 and "ACTIVE" or "SUSPENDED"
+      end
+      answers = { queued = queued, node = mutated(NODE) }
+      local qr = tpu:queued_resource("job1")
+      local ok, err = pcall(qr.wait, qr, "ACTIVE", fast { timeout = 0.001 })
+      assert.is_true(ok or errors.is(err), errors.text(err))
+      local code = ok and "ok" or err.code
+      ended[code] = (ended[code] or 0) + 1
+    end
+    for _, code in ipairs { "ok", "quota", "preempted", "timeout" } do
+      assert.is_true((ended[code] or 0) > 5, code .. " was never reached")
+    end
+  end)
+
   it("survives hostile answers with a clear error", function()
     support.with_tpu({}, function(tpu, project)
       local qr = tpu:create(request())
