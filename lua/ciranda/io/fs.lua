@@ -73,7 +73,8 @@ local function call(op, path, fn, ...)
       -- One that has begun in the pool cannot be called back: its result is waited for.
       uv.cancel(request)
       return false
-    end
+    end,
+      fn == uv.fs_open and uv.fs_close or nil
   end, ("fs.%s %s"):format(op, path))
 end
 

@@ -124,8 +124,8 @@ end
 --- Start a program. Write `local p <close> = process.spawn{...}`: leaving the block ends it, and waits for
 --- that.
 ---@param argv ciranda.process.Options stdout and stderr may be process.PIPE here, to be read through
----       `p.stdout`, and stdin too, to be written through `p.stdin`; what needs a task of its own (`on_stdout`,
----       `on_stderr`, `timeout`, standard input from a string or a function) is for `run`
+---       `p.stdout`, and stdin too, to be written through `p.stdin`; what needs a task of its own
+---       (`on_stdout`, `on_stderr`, `timeout`, standard input from a string or a function) is for `run`
 ---@return ciranda.Process
 function M.spawn(argv)
   check(argv, "process.spawn")

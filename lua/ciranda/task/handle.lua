@@ -66,7 +66,8 @@ return function(scheduler)
     end
   end
 
-  --- Refuse a wait that could never end: for oneself, directly or through other tasks.
+  --- Refuse a wait that could never end: for oneself, directly or through other tasks, or for a task that
+  --- waits for us because we run in its scope.
   local function check_circle(target)
     local waiter = scheduler.current
     local seen = target
@@ -80,6 +81,18 @@ return function(scheduler)
         )
       end
       seen = seen.op and seen.op.target
+    end
+    local scope = waiter and waiter.scope
+    while scope do
+      if scope.owner == target then
+        errors.misuse(
+          scheduler.user_level(),
+          "%s would wait for %s, which cannot end before it",
+          tostring(waiter),
+          tostring(target)
+        )
+      end
+      scope = scope.owner.scope
     end
   end
 

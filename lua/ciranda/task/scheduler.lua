@@ -21,8 +21,7 @@ local graces = require("ciranda.task.grace")
 local trace = require("ciranda.task.trace")
 
 local co_create, co_resume, co_yield = coroutine.create, coroutine.resume, coroutine.yield
-local co_status, co_running, co_close = coroutine.status, coroutine.running, coroutine.close
-local co_isyieldable = coroutine.isyieldable
+local co_status, co_close = coroutine.status, coroutine.close
 local pack, unpack = table.pack, table.unpack
 
 ---@class ciranda.Scheduler
@@ -64,6 +63,7 @@ M.set_running = set_running
 
 local FINAL = M.FINAL
 local Task = require("ciranda.task.handle")(M)
+require("ciranda.task.waitable")(M)
 
 local ready, ready_count = {}, 0
 local idle
@@ -123,7 +123,9 @@ end
 --- Store the result of an operation. A second or a late completion is dropped.
 local function complete(op, err, ...)
   local state = op.state
-  if state ~= "starting" and state ~= "waiting" and state ~= "cancelling" then
+  if state == "void" and err == nil and op.give_back then
+    return op.give_back(...)
+  elseif state ~= "starting" and state ~= "waiting" and state ~= "cancelling" then
     return
   end
   op.err = err
@@ -224,74 +226,16 @@ function M.cancel_error(reason, what)
   })
 end
 
---- What stands between the running code and a wait, or nil when it may wait.
----@param task ciranda.Task
----@return string? culprit for people
-local function obstacle(task)
-  local chain = task.chain
-  local running = co_running()
-  local known = running == (chain and chain[#chain] or task.co)
-  if not co_isyieldable() then
-    return known and trace.culprit(running, 3) or "coroutine.close (a __close metamethod)"
-  elseif not known then
-    return "a coroutine that was resumed with a coroutine.resume taken before ciranda.task was loaded"
-  end
-  -- The coroutines around it have to pass the wait on.
-  for index = chain and #chain - 1 or 0, 1, -1 do
-    if not co_isyieldable(chain[index]) then
-      return trace.culprit(chain[index], 0)
-    end
-  end
-  if running ~= task.co and not co_isyieldable(task.co) then
-    return trace.culprit(task.co, 0)
-  end
-  return nil
-end
-
---- The level, for errors.misuse, of the first function outside this room.
-local function user_level()
-  return errors.level_outside("ciranda/task/") - 1
-end
-M.user_level = user_level
-
---- Raise a misuse unless the running code may wait. The line named is the first one outside this room.
----@return ciranda.Task
-function M.check_can_wait()
-  local task = M.current
-  if not task then
-    errors.misuse(user_level(), "cannot wait outside a task; run this inside task.run(function() ... end)")
-  end
-  if task.closing then
-    error(task.closing, 0)
-  end
-  local culprit = obstacle(task)
-  if culprit then
-    errors.misuse(
-      user_level(),
-      "cannot wait inside %s, which cannot be suspended; collect the values first and wait outside of it",
-      culprit
-    )
-  end
-  return task
-end
-
---- Whether the running code may wait: it is in a task, and nothing that cannot be suspended stands between.
----@return boolean
-function M.can_wait()
-  local task = M.current
-  if not task or task.closing then
-    return false
-  end
-  return obstacle(task) == nil
-end
-
 --- The one wait. `start(done)` begins an operation and returns a function that cancels it.
 ---
 --- `done(err, values...)` completes it, at any time, even before `start` has returned. The cancel function
 --- returns true when the operation is over at once; otherwise `done` must follow, and the task waits for it.
 --- No cancel function means that the operation may simply be abandoned.
 ---@async
----@param start fun(done: fun(err: any, ...)): (fun(): boolean?)?
+--- A second function that `start` returns is called with the values of a completion that nobody will receive,
+--- because the task was closed: it gives back a permit, or closes what was opened.
+---@async
+---@param start fun(done: fun(err: any, ...)): (fun(): boolean?)?, fun(...)?
 ---@param what any? for `task.dump`: a string, a task, or anything with `__tostring`
 ---@return any ... what `done` was given after its error
 function M.await(start, what)
@@ -303,7 +247,7 @@ function M.await(start, what)
 
   local op = { task = task, what = what, state = "starting", since = uv.now() }
   task.op = op
-  op.cancel = start(function(...)
+  op.cancel, op.give_back = start(function(...)
     return complete(op, ...)
   end)
   if op.state == "starting" then
@@ -501,10 +445,13 @@ function M.kill(task, err, state)
   end
   local op = task.op
   if op then
-    local asked = op.state == "cancelling"
+    local before = op.state
     op.state = "void"
-    if op.cancel and not asked then
+    if before == "waiting" and op.cancel then
       pcall(op.cancel)
+    elseif before == "done" and op.err == nil and op.give_back then
+      local values = op.values or {}
+      pcall(op.give_back, unpack(values, 1, values.n))
     end
   end
   err.traceback = err.traceback or trace.of_task(task)
@@ -576,7 +523,7 @@ function step(task)
   if not rawequal(yielded, M.WAIT) then
     local err = errors.new({
       code = "misuse",
-      message = ("%s yielded %s to the scheduler, which takes only waits; wrap the generator in a coroutine"):format(
+      message = ("%s yielded %s to the scheduler, which takes only waits"):format(
         tostring(task),
         errors.text(yielded == nil and "nothing" or yielded)
       ),

@@ -59,7 +59,11 @@ function M.semaphore(permits)
   if math.type(permits) ~= "integer" or permits < 1 then
     errors.misuse(2, "task.semaphore: a positive integer expected, got %s", tostring(permits))
   end
-  return setmetatable({ permits = permits, free = permits, waiting = waiters() }, Semaphore)
+  local self = setmetatable({ permits = permits, free = permits, waiting = waiters() }, Semaphore)
+  self.give_back = function()
+    self:release()
+  end
+  return self
 end
 
 function Semaphore:__tostring()
@@ -73,9 +77,9 @@ function Semaphore:acquire()
     if self.free > 0 then
       self.free = self.free - 1
       done()
-      return nil
+      return nil, self.give_back
     end
-    return self.waiting:add(done)
+    return self.waiting:add(done), self.give_back
   end, self)
 end
 
@@ -177,10 +181,27 @@ function Queue:put(value)
   end, self)
 end
 
+--- Take back a value that nobody received: it is the next one again, though that be one too many.
+local function give_back(queue, value)
+  if value == nil then
+    return
+  end
+  local getter = queue.getters:take()
+  if getter then
+    return getter(nil, value)
+  end
+  queue.first = queue.first - 1
+  queue[queue.first] = value
+  queue.count = queue.count + 1
+end
+
 --- Take the oldest value; waits while the queue is empty.
 ---@async
 ---@return any value nil when the queue is closed and empty
 function Queue:get()
+  local function unreceived(value)
+    return give_back(self, value)
+  end
   return await(function(done)
     if self.count > 0 then
       local value = self[self.first]
@@ -193,13 +214,13 @@ function Queue:get()
         putter.done()
       end
       done(nil, value)
-      return nil
+      return nil, unreceived
     end
     if self.closed then
       done(nil, nil)
       return nil
     end
-    return self.getters:add(done)
+    return self.getters:add(done), unreceived
   end, self)
 end
 

@@ -155,6 +155,9 @@ local function describe_wait(task)
     return task.state
   end
   local what = op.what == nil and "an operation" or tostring(op.what)
+  if op.target then
+    what = ("%s (task %d)"):format(what, op.target.id)
+  end
   return ("waiting for %.1f s: %s"):format((uv.now() - op.since) / 1000, what)
 end
 

@@ -445,6 +445,58 @@ describe("after the grace", function()
   )
 
   it(
+    "nothing is lost that it was about to be given, or is given late",
+    with_grace(0.01, function()
+      local given_back = {}
+      local finish
+      cancelled(function()
+        pcall(task.sleep, 60)
+        task.await(function(done)
+          finish = done
+          return function()
+            return false -- cannot be called back
+          end, function(...)
+            table.insert(given_back, table.concat({ ... }, " "))
+          end
+        end)
+      end)
+      finish(nil, "a", "late one")
+      finish(nil, "again")
+      assert.same({ "a late one", "again" }, given_back)
+
+      local semaphore, queue = task.semaphore(1), task.queue(1)
+      semaphore:acquire()
+      local scope <close> = task.scope()
+      local parent = scope:spawn(function()
+        local inner <close> = task.scope()
+        for _, take in ipairs({ semaphore.acquire, queue.get }) do
+          inner:spawn(function()
+            pcall(task.sleep, 60)
+            take(take == queue.get and queue or semaphore)
+            while true do
+              pcall(task.sleep, 60)
+            end
+          end)
+        end
+      end)
+      task.sleep(0.001)
+      parent:cancel()
+      task.sleep(0.001)
+      -- Both are given something, and closed with their parent before they can run.
+      scope:spawn("killer", function()
+        task.yield()
+        local err = errors.new({ code = "cancelled", message = "now" })
+        require("ciranda.task.scheduler").kill(parent, err, "cancelled")
+      end)
+      task.yield()
+      semaphore:release()
+      queue:put("value")
+      assert.equal("value", task.timeout(10, queue.get, queue))
+      task.timeout(10, semaphore.acquire, semaphore)
+    end)
+  )
+
+  it(
     "errors of clean-up are noted",
     with_grace(0.01, function()
       local _, err = cancelled(function()

@@ -432,6 +432,22 @@ describe("task:wait", function()
   )
 
   it(
+    "refuses to wait for a task that waits for us",
+    within(function()
+      local outer = task.current()
+      local scope <close> = task.scope()
+      local child = scope:spawn("child", function()
+        return task.map({ 1 }, function()
+          return select(2, pcall(outer.wait, outer))
+        end)[1]
+      end)
+      local err = child:wait()
+      assert.is_true(errors.is(err, "misuse"))
+      assert.matches("which cannot end before it", err.message)
+    end)
+  )
+
+  it(
     "refuses a circle of waits",
     within(function()
       local a, b
