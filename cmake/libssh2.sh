@@ -156,7 +156,6 @@ APT::Sandbox::User "$(id -un)";
 APT::Get::AllowUnauthenticated "false";
 Acquire::AllowInsecureRepositories "false";
 Acquire::Languages "none";
-Acquire::Retries "3";
 CONF
 
 # Run a step; on failure show the end of what it said.

@@ -73,15 +73,21 @@ function Agent:_receive(failure, data)
   else
     self.buffer = self.buffer .. data
   end
-  local size = #self.buffer >= 4 and (">I4"):unpack(self.buffer)
-  if size and size > MAX_MESSAGE then
-    self.ended = ("what listens at %s is no SSH agent"):format(self.path)
-  end
   local waiting = self.waiting
-  if waiting and (self.ended or (size and #self.buffer >= 4 + size)) then
+  if waiting and self:_answered() then
     self.waiting = nil
     waiting()
   end
+end
+
+--- Whether a whole answer is there, or none will come.
+---@private
+function Agent:_answered()
+  local size = #self.buffer >= 4 and (">I4"):unpack(self.buffer)
+  if size and size > MAX_MESSAGE then
+    self.ended = self.ended or ("what listens at %s is no SSH agent"):format(self.path)
+  end
+  return self.ended ~= nil or (size and #self.buffer >= 4 + size)
 end
 
 --- Ask and wait for the answer's type and content.
@@ -94,6 +100,11 @@ function Agent:_ask(message, seconds)
     self.buffer = ""
     self.pipe:write((">s4"):pack(message))
     local ok, err = pcall(task.timeout, seconds, scheduler.await, function(done)
+      -- The task of the time limit begins later than the answer may come.
+      if self:_answered() then
+        done()
+        return nil
+      end
       self.waiting = done
       return function()
         self.waiting = nil
