@@ -139,6 +139,7 @@ function M.start(options)
   local settings =
     { directory = directory, scale = options.scale or M.QUICK, events = options.on_event ~= nil }
   settings.make_buckets = true
+  settings.keep_directory = options.state_directory ~= nil
   for name, value in pairs(options) do
     if name ~= "state_directory" and name ~= "on_event" then
       settings[name] = value

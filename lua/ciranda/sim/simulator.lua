@@ -12,10 +12,12 @@ local fs = require("ciranda.io.fs")
 local gateway = require("ciranda.sim.gateway")
 local isolation = require("ciranda.sim.isolation")
 local json = require("ciranda.io.json")
+local keeper = require("ciranda.core.keeper")
 local machines = require("ciranda.sim.machines")
 local oauth = require("ciranda.sim.oauth")
 local request_log = require("ciranda.sim.request_log")
 local server = require("ciranda.io.server")
+local session = require("ciranda.cli.session")
 local sshd = require("ciranda.sim.sshd")
 local status_page = require("ciranda.sim.status_page")
 local storage = require("ciranda.sim.storage")
@@ -147,13 +149,17 @@ local function environment(settings, url, host, ssh_port)
   }
 end
 
-local function write_credentials(credentials, settings, url)
+local function write_token(credentials, settings)
   local token = credentials:issue("owner@example.com", TOKEN_FILE_LIFETIME)
   fs.write(settings.directory .. "/access_token", token, { mode = 384, sync = false })
+  return token
+end
+
+-- A service account's key takes some tenths of a second to find.
+local function write_key(credentials, settings, url)
   local email = ("runner@%s.iam.gserviceaccount.com"):format(settings.project)
   local file = credentials:make_service_account(email, settings.project, url .. "/token")
   fs.write(settings.directory .. "/credentials.json", json.encode(file), { mode = 384, sync = false })
-  return token
 end
 
 -- What the workers lack here, for the terminal.
@@ -259,7 +265,8 @@ local function run(settings)
       },
     }),
   })
-  local token = write_credentials(credentials, settings, front.url)
+  local token = write_token(credentials, settings)
+  local key = scope:spawn("a service account's key", write_key, credentials, settings, front.url)
   if settings.events then
     world.events:watch(function(event)
       say({ event = event })
@@ -268,6 +275,7 @@ local function run(settings)
   if settings.slices > 0 then
     make_slices(world, service, settings, token)
   end
+  key:wait()
   say({
     ready = true,
     url = front.url,
@@ -285,14 +293,25 @@ local function run(settings)
   end, "the end of the simulation")
 end
 
--- The keeper holds the other end of our standard input: its end is ours.
-local function watch_lifeline()
+-- End when the keeper has gone, which shows in several ways, or says so. Once: the signal of a parent's death comes
+-- for each thread of it that ends, and a second request must not cut the clean-up short. An impatient keeper kills.
+local function end_with_keeper()
+  local ending = false
+  local function stop()
+    if not ending then
+      ending = true
+      task.cancel_root("the keeper has gone")
+    end
+    return true
+  end
+  session.on_interrupt(stop)
+  -- It holds the other end of our standard input.
   local pipe = uv.new_pipe(false)
   pipe:open(0)
   pipe:read_start(function(err, data)
     if err or not data then
       pipe:close()
-      task.cancel_root("the keeper has gone")
+      stop()
     end
   end)
 end
@@ -303,11 +322,11 @@ end
 ---@param parent string pid of the keeper
 ---@return integer status
 function M.main(text, parent)
-  local keeper = require("ciranda.core.keeper")
-  if keeper.die_with_parent(uv.constants.SIGTERM) ~= tonumber(parent) then
+  local keeper_pid = tonumber(parent)
+  end_with_keeper()
+  if keeper.die_with_parent(uv.constants.SIGTERM) ~= keeper_pid then
     return 1
   end
-  watch_lifeline()
   local settings = json.decode(text)
   for name, value in pairs(DEFAULTS) do
     if settings[name] == nil then
@@ -317,11 +336,11 @@ function M.main(text, parent)
   local ok, err = pcall(run, settings)
   if not ok and not errors.is(err, "cancelled") then
     say({ error = errors.text(err), code = errors.is(err) and err.code or nil })
-    return 1
-  elseif not ok then
-    error(err, 0)
   end
-  return 0
+  if uv.os_getppid() ~= keeper_pid and not settings.keep_directory then
+    fs.remove_tree(settings.directory) -- who would have done it is not there any more
+  end
+  return ok and 0 or 1
 end
 
 return M

@@ -1,0 +1,413 @@
+-- A whole simulator, used by programs that know nothing of it: curl and OpenSSH's ssh.
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local keeper = require("ciranda.sim.keeper")
+local process = require("ciranda.io.process")
+local processes = require("ciranda.sim.processes")
+local sim = require("ciranda.sim")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local DEADLINE = 60
+
+local function eventually(what, fn, seconds)
+  local value
+  local ok = pcall(task.timeout, seconds or DEADLINE, function()
+    value = fn()
+    while not value do
+      task.sleep(0.05)
+      value = fn()
+    end
+  end)
+  assert.is_true(ok, "not in time: " .. what)
+  return value
+end
+
+local function curl(simulator, verb, path, body, headers)
+  local token = fs.read(simulator.env.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE)
+  local argv = { "curl", "-sS", "-X", verb, "-w", "\n%{http_code}" }
+  for _, header in ipairs(headers or { "Authorization: Bearer " .. token }) do
+    table.insert(argv, "-H")
+    table.insert(argv, header)
+  end
+  if body then
+    table.insert(argv, "--data-binary")
+    table.insert(argv, type(body) == "table" and json.encode(body) or body)
+  end
+  table.insert(argv, path:find("^http") and path or simulator.url .. path)
+  argv.timeout = 30
+  local out = process.run(argv):check().stdout
+  local text, status = out:match("^(.*)\n(%d+)$")
+  local ok, value = pcall(json.decode, text)
+  return tonumber(status), ok and value or text
+end
+
+local PARENT = "projects/simulated-project/locations/us-west4-a"
+
+local function create(simulator, id, slices, node)
+  local spec = { parent = PARENT, node = node }
+  if slices > 1 then
+    spec.multisliceParams = { nodeCount = slices, nodeIdPrefix = id }
+  else
+    spec.nodeId = id
+  end
+  local status, answer = curl(
+    simulator,
+    "POST",
+    "/v2/" .. PARENT .. "/queuedResources?queuedResourceId=" .. id,
+    { tpu = { nodeSpec = { spec } } }
+  )
+  assert.are.equal(200, status, json.encode(answer))
+end
+
+local function wait_for(simulator, id, wanted)
+  eventually(id .. " " .. wanted, function()
+    local status, answer = curl(simulator, "GET", "/v2/" .. PARENT .. "/queuedResources/" .. id)
+    return status == 200 and answer.state.state == wanted or wanted == tostring(status)
+  end)
+end
+
+local function events(simulator)
+  local _, answer = curl(simulator, "GET", "/sim/v1/events")
+  return answer.events
+end
+
+-- A client with a key of its own and the host keys that the API gives.
+local function ssh_client(simulator, node)
+  local directory = fs.tempdir("ciranda-spec-")
+  process.run({ "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory .. "/key" }):check()
+  local client = { directory = directory, public = fs.read(directory .. "/key.pub"):match("^%S+ %S+") }
+
+  function client.pin(id)
+    local lines = {}
+    local _, shown = curl(simulator, "GET", "/v2/" .. PARENT .. "/nodes/" .. id)
+    local _, attributes =
+      curl(simulator, "POST", "/v2/" .. PARENT .. "/nodes/" .. id .. ":getGuestAttributes", "{}")
+    for i, endpoint in ipairs(shown.networkEndpoints) do
+      local items = {}
+      for _, item in ipairs(attributes.guestAttributes[i].queryValue.items) do
+        items[item.key] = item.value
+      end
+      lines[i] = ("[%s]:%s ssh-ed25519 %s\n"):format(
+        endpoint.ipAddress,
+        simulator.env.CIRANDA_SSH_PORT,
+        items["ssh-ed25519"]
+      )
+    end
+    fs.write(directory .. "/known_hosts", table.concat(lines))
+    client.endpoints = shown.networkEndpoints
+  end
+
+  -- stylua: ignore
+  function client.run(worker, command, user)
+    return process.run({
+      "ssh", "-F", "none", "-i", directory .. "/key", "-o", "IdentitiesOnly=yes",
+      "-o", "StrictHostKeyChecking=yes", "-o", "UserKnownHostsFile=" .. directory .. "/known_hosts",
+      "-o", "GlobalKnownHostsFile=none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
+      "-p", simulator.env.CIRANDA_SSH_PORT, (user or "alice") .. "@" .. client.endpoints[worker + 1].ipAddress,
+      command, timeout = 30,
+    })
+  end
+
+  client.node = node
+  return client
+end
+
+for _, mode in ipairs({ "auto", "none" }) do
+  describe(("a simulator with isolation '%s'"):format(mode), function()
+    local simulator, ssh
+
+    setup(function()
+      simulator = sim.start({ isolation = mode, delays = { patch = 0 } })
+      ssh = ssh_client(simulator)
+      create(simulator, "job", 2, {
+        acceleratorType = "v5litepod-16",
+        runtimeVersion = "v2-alpha-tpuv5-lite",
+        metadata = {
+          ["ssh-keys"] = "alice:" .. ssh.public .. " alice",
+          ["startup-script"] = "echo booted $TPU_WORKER_ID >> started; pwd > where",
+        },
+      })
+      wait_for(simulator, "job", "ACTIVE")
+      ssh.pin("job-1")
+    end)
+
+    teardown(function()
+      simulator:close()
+      fs.remove_tree(ssh.directory)
+    end)
+
+    it("lets its workers be reached with the host keys that the API gives", function()
+      local result = ssh.run(2, "echo $USER; cd; pwd; exit 7")
+      assert.are.equal(7, result.code, result.stderr)
+      local user, home = result.stdout:match("^(%S+)\n(%S+)\n$")
+      assert.are.equal("alice", user)
+      assert.is_truthy(home:find("/home/alice$"))
+    end)
+
+    it("gives each worker a home, a host key and an address of its own", function()
+      local homes, addresses = {}, {}
+      for worker = 0, 3 do
+        assert.are.equal(0, ssh.run(worker, "echo $TPU_WORKER_ID > mine").code)
+        addresses[ssh.endpoints[worker + 1].ipAddress] = true
+      end
+      for worker = 0, 3 do
+        homes[worker + 1] = ssh.run(worker, "cat mine").stdout
+      end
+      assert.are.same({ "0\n", "1\n", "2\n", "3\n" }, homes)
+      local keys = {}
+      for key in fs.read(ssh.directory .. "/known_hosts"):gmatch("ssh%-ed25519 (%S+)") do
+        keys[key] = true
+      end
+      local function count(set)
+        local n = 0
+        for _ in pairs(set) do
+          n = n + 1
+        end
+        return n
+      end
+      assert.are.equal(4, count(keys))
+      assert.are.equal(4, count(addresses))
+    end)
+
+    it("tells a worker who it is, by its metadata server", function()
+      local fetch = "curl -sS -f -H 'Metadata-Flavor: Google' http://$GCE_METADATA_HOST/computeMetadata/v1/"
+      local env = ssh.run(3, fetch .. "instance/attributes/tpu-env")
+      assert.are.equal(0, env.code, env.stderr)
+      assert.is_truthy(env.stdout:find("\nWORKER_ID: '3'\n", 1, true), env.stdout)
+      assert.is_truthy(env.stdout:find("ACCELERATOR_TYPE: 'v5litepod-16'\n", 1, true))
+      assert.is_truthy(env.stdout:find("MEGASCALE_SLICE_ID: '1'\n", 1, true))
+      assert.is_truthy(env.stdout:find("MEGASCALE_NUM_SLICES: '2'\n", 1, true))
+      assert.are.equal("3", ssh.run(3, fetch .. "instance/attributes/agent-worker-number").stdout)
+      assert.are.equal("NONE", ssh.run(3, fetch .. "instance/maintenance-event").stdout)
+      local token = json.decode(ssh.run(3, fetch .. "instance/service-accounts/default/token").stdout)
+      local status = curl(simulator, "GET", "/v2/" .. PARENT .. "/nodes?access_token=" .. token.access_token)
+      assert.are.equal(200, status)
+      local without = ssh.run(3, "curl -sS http://$GCE_METADATA_HOST/computeMetadata/v1/instance/name")
+      assert.is_truthy(without.stdout:find("Missing Metadata-Flavor", 1, true))
+    end)
+
+    it("runs the start-up script at every boot, and keeps disks but no processes over a reset", function()
+      -- Without namespaces the script's directory stands for the machine's `/`; a session's is its home, below it.
+      local file = simulator.isolation == "none" and "../../started" or "/started"
+      local function started()
+        local result = ssh.run(1, "cat " .. file)
+        return result.stdout
+      end
+      eventually("the start-up script", function()
+        return started() == "booted 1\n"
+      end)
+      local marked = ssh.run(
+        1,
+        "echo kept > kept; setsid -f sleep 987654 </dev/null >/dev/null 2>&1; sleep 0.2; pgrep -f 'sleep 98765[4]'"
+      )
+      assert.are.equal(0, marked.code, marked.stderr)
+      local boot_id = "cat ${CIRANDA_SIM_WORKER:-/proc/sys/kernel/random}/boot_id"
+      local before = ssh.run(1, boot_id).stdout
+      assert.are.equal(200, (curl(simulator, "POST", "/v2/" .. PARENT .. "/queuedResources/job:reset", "{}")))
+      eventually("both boots", function()
+        local ok, text = pcall(started)
+        return ok and text == "booted 1\nbooted 1\n"
+      end)
+      assert.are.equal("kept\n", ssh.run(1, "cat kept").stdout)
+      assert.are_not.equal(0, ssh.run(1, "pgrep -f 'sleep 98765[4]'").code)
+      assert.are_not.equal(before, ssh.run(1, boot_id).stdout)
+    end)
+
+    it("lets in whom a patch of the metadata names", function()
+      assert.are_not.equal(0, ssh.run(0, "true", "bob").code)
+      local status = curl(
+        simulator,
+        "PATCH",
+        "/v2/" .. PARENT .. "/nodes/job-1?updateMask=metadata",
+        { metadata = { ["ssh-keys"] = "alice:" .. ssh.public .. "\nbob:" .. ssh.public } }
+      )
+      assert.are.equal(200, status)
+      eventually("bob's login", function()
+        return ssh.run(0, "true", "bob").code == 0
+      end)
+    end)
+
+    it("has its workers' connections refused, reset or left hanging when asked to", function()
+      for _, kind in ipairs({ "ssh_refuse", "ssh_reset" }) do
+        assert.are.equal(
+          200,
+          (curl(simulator, "POST", "/sim/v1/faults", { kind = kind, name = "job-1", worker = 0 }))
+        )
+        assert.are.equal(255, ssh.run(0, "true").code)
+        assert.are.equal(0, ssh.run(0, "true").code)
+      end
+    end)
+
+    it("lets a worker change its host key, which a client that knows better refuses", function()
+      assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/job-1/workers/3:changeHostKey", "{}")))
+      local result = ssh.run(3, "true")
+      assert.are.equal(255, result.code)
+      assert.is_truthy(result.stderr:find("REMOTE HOST IDENTIFICATION HAS CHANGED", 1, true))
+    end)
+
+    it("logs who called what", function()
+      local _, log = curl(simulator, "GET", "/sim/v1/requests")
+      local creates = 0
+      for _, request in ipairs(log.requests) do
+        creates = creates + (request.method == "queuedResources.create" and 1 or 0)
+        assert.is_falsy(request.path:find("access_token=[^.]"), request.path)
+      end
+      assert.are.equal(1, creates)
+      assert.is_truthy(log.requests[1].client:find("^curl/"))
+    end)
+
+    it("refuses calls without credentials and with bad ones", function()
+      local bare = process.run({ "curl", "-sS", simulator.url .. "/v2/" .. PARENT .. "/nodes" }):check()
+      assert.are.equal(401, json.decode(bare.stdout).error.code)
+      local status, answer =
+        curl(simulator, "GET", "/v2/" .. PARENT .. "/nodes", nil, { "Authorization: Bearer x" })
+      assert.are.equal(401, status)
+      assert.are.equal("UNAUTHENTICATED", answer.error.status)
+    end)
+
+    it("leaves nothing of a deleted slice", function()
+      local directory
+      local _, status = curl(simulator, "GET", "/sim/v1/status")
+      for _, node in ipairs(status.nodes) do
+        directory = node.workers[1].directory
+        assert.is_truthy(fs.exists(directory))
+      end
+      assert.are.equal(
+        200,
+        (curl(simulator, "DELETE", "/v2/" .. PARENT .. "/queuedResources/job?force=true"))
+      )
+      wait_for(simulator, "job", "404")
+      assert.is_nil(fs.exists(directory))
+      assert.are.equal(255, ssh.run(0, "true").code)
+      local simulator_pid
+      for _, found in ipairs(processes.descendants(simulator.process.pid)) do
+        if found.parent == simulator.process.pid and found.state ~= "Z" then
+          simulator_pid = simulator_pid or found.pid
+        end
+      end
+      eventually("no process of a worker", function()
+        return #processes.descendants(simulator_pid) == 0
+      end, 10)
+      assert.is_truthy(#events(simulator) > 10)
+    end)
+  end)
+end
+
+describe("a simulator", function()
+  -- A program that starts a simulator with one worker and then does nothing, and the processes that hang on it.
+  local function starter(mode)
+    local script = ([[
+      local simulator = require("ciranda.sim").start({
+        slices = 1, type = "v5litepod-8", isolation = %q,
+        ssh_keys = ..., delays = { provision = 0 },
+      })
+      print(simulator.process.pid, simulator.directory, simulator.env.CIRANDA_SSH_PORT, simulator.url)
+      io.stdout:flush()
+      require("ciranda.task").sleep(600)
+    ]]):format(mode)
+    local keys = fs.tempdir("ciranda-spec-")
+    process.run({ "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys .. "/key" }):check()
+    local argv = keeper.command("ciranda.sim.keeper")
+    argv[#argv] = script
+    argv[#argv + 1] = "carol:" .. fs.read(keys .. "/key.pub")
+    argv.stdin, argv.stdout, argv.stderr = process.DISCARD, process.PIPE, process.INHERIT
+    local program = process.spawn(argv)
+    local line = task.timeout(DEADLINE, function()
+      return program.stdout:read()
+    end)
+    local pid, directory, port, url = line:match("^(%d+)\t(%S+)\t(%d+)\t(%S+)")
+    local address = url:match("//127%.(%d+)%.")
+    -- Something that has left its session behind, as a training job has.
+    -- stylua: ignore
+    process.run({
+      "ssh", "-F", "none", "-i", keys .. "/key", "-o", "StrictHostKeyChecking=no",
+      "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-p", port,
+      ("carol@127.%s.1.1"):format(address),
+      "setsid -f sleep 876543 </dev/null >/dev/null 2>&1; sleep 0.2", timeout = 30,
+    }):check()
+    fs.remove_tree(keys)
+    local tree = { processes.get(tonumber(pid)) }
+    for _, found in ipairs(processes.descendants(tonumber(pid))) do
+      tree[#tree + 1] = found
+    end
+    assert.is_true(#tree >= 3)
+    return program, tonumber(pid), directory, tree
+  end
+
+  local function left(tree)
+    local list = {}
+    for _, found in ipairs(tree) do
+      local now = processes.get(found.pid)
+      if now and now.start == found.start and now.state ~= "Z" then
+        list[#list + 1] = found.pid
+      end
+    end
+    return list
+  end
+
+  for _, mode in ipairs({ "auto", "none" }) do
+    it(("with isolation '%s' is gone 3 s after its starter was killed"):format(mode), function()
+      local program <close>, _, directory, tree = starter(mode)
+      uv.kill(program.pid, "sigkill")
+      eventually("nothing left", function()
+        return #left(tree) == 0 and not fs.exists(directory)
+      end, 3)
+    end)
+
+    it(("with isolation '%s' is gone when its keeper was killed"):format(mode), function()
+      local _ <close>, keeper_pid, directory, tree = starter(mode)
+      uv.kill(keeper_pid, "sigkill")
+      eventually("nothing left", function()
+        return #left(tree) == 0 and not fs.exists(directory)
+      end, 5)
+    end)
+
+    it(("with isolation '%s' leaves nothing when it is killed itself"):format(mode), function()
+      local _ <close>, keeper_pid, directory, tree = starter(mode)
+      for _, found in ipairs(tree) do
+        if found.parent == keeper_pid then
+          processes.signal(found, "sigkill")
+        end
+      end
+      eventually("nothing left", function()
+        return #left(tree) == 0 and not fs.exists(directory)
+      end, 5)
+    end)
+  end
+
+  it("does not meet another one", function()
+    local first <close> = sim.start()
+    local second <close> = sim.start()
+    assert.are_not.equal(first.url, second.url)
+    assert.are_not.equal(first.directory, second.directory)
+    assert.are.equal(200, (curl(first, "GET", "/v2/" .. PARENT .. "/nodes")))
+    assert.are.equal(200, (curl(second, "GET", "/v2/" .. PARENT .. "/nodes")))
+  end)
+
+  it("says what is wrong with what it is asked for", function()
+    local function refused(code, text, options)
+      local ok, err = pcall(sim.start, options)
+      assert.is_false(ok)
+      assert.are.equal(code, err.code)
+      assert.is_truthy(tostring(err):find(text, 1, true), tostring(err))
+    end
+    refused("usage", "there is no accelerator type 'v9-1'", { slices = 1, type = "v9-1" })
+    refused("failed", "Multislice is not supported", { slices = 2, type = "v3-8" })
+    local directory = fs.tempdir("ciranda-spec-")
+    fs.write(directory .. "/file", "")
+    refused("exists", "is not empty", { state_directory = directory })
+    fs.remove_tree(directory)
+    assert.has_error(function()
+      sim.start({ colour = "red" })
+    end)
+  end)
+
+  it("keeps a state directory that was named", function()
+    local directory = fs.tempdir("ciranda-spec-")
+    local simulator <close> = sim.start({ state_directory = directory .. "/state" })
+    simulator:close()
+    assert.is_truthy(fs.exists(directory .. "/state/machines"))
+    fs.remove_tree(directory)
+  end)
+end)
