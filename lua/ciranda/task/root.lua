@@ -64,7 +64,13 @@ function M.run(fn, ...)
   if type(fn) ~= "function" then
     errors.misuse(scheduler.user_level(), "task.run: a function expected, got %s", type(fn))
   end
-  if uv.loop_mode() then
+  if scheduler.current then
+    errors.misuse(
+      scheduler.user_level(),
+      "task.run_main: %s runs already; use task.run",
+      tostring(scheduler.current)
+    )
+  elseif uv.loop_mode() then
     errors.misuse(
       scheduler.user_level(),
       "task.run: the loop is running already; a callback cannot run it again"
