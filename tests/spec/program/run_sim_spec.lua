@@ -1,0 +1,219 @@
+-- The whole program on the simulated cloud: `ciranda run --sim multihost_runner`, as a person would type it.
+local fs = require("ciranda.io.fs")
+local process = require("ciranda.io.process")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+
+describe("run --sim multihost_runner", function()
+  local directory
+
+  before_each(function()
+    directory = fs.tempdir()
+    for _, name in ipairs({ "home", "tmp", "code" }) do
+      fs.mkdir(directory .. "/" .. name)
+    end
+  end)
+  after_each(function()
+    fs.remove_tree(directory)
+  end)
+
+  --- Options of process for a ciranda that keeps everything in our directory.
+  local function options(command)
+    return {
+      BINARY,
+      "run",
+      "--sim",
+      "multihost_runner",
+      "--TPU_PREFIX=job",
+      "--RUN_NAME=r1",
+      "--FAILURE_GRACE=3",
+      "--COMMAND=" .. command,
+      cwd = directory .. "/code",
+      env = {
+        HOME = directory .. "/home",
+        TMPDIR = directory .. "/tmp",
+        XDG_STATE_HOME = false,
+        XDG_CONFIG_HOME = false,
+        XDG_CACHE_HOME = false,
+        SSH_AUTH_SOCK = false,
+      },
+    }
+  end
+
+  local function run(command)
+    local argv = options(command)
+    argv.timeout = 90
+    return process.run(argv)
+  end
+
+  local function proc(pid, name)
+    local handle = io.open(("/proc/%s/%s"):format(pid, name), "rb")
+    local text = handle and handle:read("a") or ""
+    if handle then
+      handle:close()
+    end
+    return text
+  end
+
+  --- Processes that have to do with our directory: by command line, environment, working or root directory.
+  local function ours()
+    local found = {}
+    for _, entry in ipairs(fs.list("/proc")) do
+      local pid = entry.name
+      if pid:find("^%d+$") and tonumber(pid) ~= uv.os_getpid() then
+        local text = proc(pid, "cmdline") .. proc(pid, "environ")
+        for _, link in ipairs({ "cwd", "root" }) do
+          text = text .. (uv.fs_readlink(("/proc/%s/%s"):format(pid, link)) or "")
+        end
+        if text:find(directory, 1, true) then
+          found[pid] = proc(pid, "cmdline"):gsub("%z", " ")
+        end
+      end
+    end
+    return found
+  end
+
+  local function assert_nothing_left(seconds)
+    local left
+    local ok = pcall(task.timeout, seconds, function()
+      repeat
+        left = ours()
+        task.sleep(0.1)
+      until next(left) == nil
+    end)
+    local list = {}
+    for pid, command in pairs(left) do
+      table.insert(list, pid .. " " .. command)
+    end
+    assert(ok, "processes are left: " .. table.concat(list, "; "))
+  end
+
+  it("runs the command on all eight workers, brings logs and status home, leaves nothing", function()
+    fs.write(directory .. "/code/where.sh", 'echo "$CIRANDA_SLICE_ID $CIRANDA_WORKER_ID $(pwd) $HOME"\n')
+    local result = run("sh where.sh")
+    assert.equal(0, result.code, result.stderr)
+    assert.matches("2 slices found.", result.stderr, 1, true)
+    assert.matches("Multihost runner finished successfully!", result.stderr, 1, true)
+    assert.not_matches("failed", result.stderr)
+    local homes = {}
+    for slice = 0, 1 do
+      for worker = 0, 3 do
+        local log = fs.read(("%s/tmp/r1/output_slice_%04d_worker_%04d.txt"):format(directory, slice, worker))
+        local place, home = log:match(("^%d %d (%%S+) (%%S+)\n$"):format(slice, worker))
+        assert.is_truthy(place, log)
+        assert.equal(home .. "/r1", place)
+        table.insert(homes, home)
+      end
+    end
+    assert.equal(8, #homes)
+    assert.matches("^0 0 ", result.stdout) -- what slice 0 worker 0 printed, raw
+    assert_nothing_left(3)
+  end)
+
+  it("names the worker that dies of SIGKILL first, and ends with 137", function()
+    local slice, worker = math.random(0, 1), math.random(0, 3)
+    local result = run(
+      ('sleep 0.5; if [ "$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID" = %d.%d ]; then kill -9 $$; fi; sleep 60'):format(
+        slice,
+        worker
+      )
+    )
+    assert.equal(137, result.code, result.stderr)
+    local first
+    for line in result.stderr:gmatch("[^\n]+") do
+      if line:find("[Ff]ail") or line:find("SIGKILL") then
+        first = line
+        break
+      end
+    end
+    assert.equal(
+      ("Main command failed on slice %d worker %d with error code 137 (SIGKILL), see logs for details"):format(
+        slice,
+        worker
+      ),
+      first
+    )
+    assert.matches("Main command finished with errors, check the logs located in: ", result.stderr, 1, true)
+  end)
+
+  it("ends with the status of the worker that exits 7", function()
+    local result = run('[ "$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID" = 1.0 ] && exit 7; sleep 60')
+    assert.equal(7, result.code, result.stderr)
+    assert.matches(
+      "Main command failed on slice 1 worker 0 with error code 7, see logs",
+      result.stderr,
+      1,
+      true
+    )
+  end)
+
+  it("runs each worker under an sshd of its own, with host key and home of its own", function()
+    local argv = options("sleep 47")
+    argv.stdout, argv.stderr = process.DISCARD, process.DISCARD
+    local runner <close> = process.spawn(argv)
+    local workers = {}
+    task.timeout(60, function()
+      repeat
+        task.sleep(0.3)
+        workers = {}
+        for _, entry in ipairs(fs.list("/proc")) do
+          local environment = entry.name:find("^%d+$") and proc(entry.name, "environ") or ""
+          if proc(entry.name, "cmdline") == "sleep\00047\0" and environment:find(directory, 1, true) then
+            table.insert(workers, { pid = entry.name, environment = "\0" .. environment })
+          end
+        end
+      until #workers == 8
+    end)
+
+    local seen = { home = {}, sshd = {}, key = {} }
+    for _, worker in ipairs(workers) do
+      local home = worker.environment:match("%zHOME=([^%z]*)")
+      -- Workers may all have the same path, each in a root of its own: what counts is the directory itself.
+      local stat = assert(uv.fs_stat(("/proc/%s/root%s"):format(worker.pid, home)))
+      seen.home[stat.dev .. ":" .. stat.ino] = true
+      -- SSH_CONNECTION holds the address that the client came to: the worker's own.
+      local address = worker.environment:match("%zSSH_CONNECTION=%S+ %S+ (%S+)")
+      assert.is_truthy(address, "no sshd set SSH_CONNECTION for " .. worker.pid)
+      seen.sshd[address] = true
+      local key = process.run({ "ssh-keyscan", "-T", "5", "-t", "ed25519", "-p", "2222", address }).stdout
+      seen.key[key:match("ssh%-ed25519 (%S+)") or "none at " .. address] = true
+    end
+    for what, set in pairs(seen) do
+      local count = 0
+      for key in pairs(set) do
+        assert.not_matches("^none", key)
+        count = count + 1
+      end
+      assert.equal(8, count, what)
+    end
+    runner:signal("SIGKILL")
+    runner:wait()
+    assert_nothing_left(3)
+  end)
+
+  it("ends with 143 after SIGTERM, all workers told, and leaves nothing", function()
+    local argv = options("trap 'echo told; exit 5' TERM; echo up; while :; do sleep 0.1; done")
+    argv.stdout, argv.stderr = process.PIPE, process.DISCARD
+    local runner <close> = process.spawn(argv)
+    task.timeout(60, function()
+      for chunk in runner.stdout:values() do
+        if chunk:find("up") then
+          break
+        end
+      end
+    end)
+    runner:signal("SIGTERM")
+    runner.stdout:discard()
+    local result = task.timeout(60, runner.wait, runner)
+    assert.equal(143, result.code)
+    for slice = 0, 1 do
+      for worker = 0, 3 do
+        local log = fs.read(("%s/tmp/r1/output_slice_%04d_worker_%04d.txt"):format(directory, slice, worker))
+        assert.equal("up\ntold\n", log)
+      end
+    end
+    assert_nothing_left(3)
+  end)
+end)
