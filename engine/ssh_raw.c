@@ -66,9 +66,14 @@ static void leave(cir_ssh_session *session, cir_ssh_block *block) {
     block->next->previous = block->previous;
 }
 
+/* The start of a block is cleared, since on_free looks at it whether or not it was ever written. */
 void *cir_ssh_allocate(cir_ssh_session *session, size_t size) {
+  enum { LOOKED_AT = 128 };
   cir_ssh_block *block = malloc(sizeof *block + size);
-  return block != NULL ? enter(session, block, size) : NULL;
+  if (block == NULL)
+    return NULL;
+  memset(block->bytes, 0, size < LOOKED_AT ? size : LOOKED_AT);
+  return enter(session, block, size);
 }
 
 static LIBSSH2_ALLOC_FUNC(on_alloc) {
