@@ -476,7 +476,6 @@ static const char *code_of(cir_http_request *request) {
   case CURLE_PARTIAL_FILE:
     return "closed";
   case CURLE_URL_MALFORMAT:
-  case CURLE_BAD_FUNCTION_ARGUMENT:
     return "invalid";
   case CURLE_SSL_CACERT_BADFILE:
   case CURLE_READ_ERROR:

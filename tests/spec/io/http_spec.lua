@@ -159,6 +159,31 @@ describe("ciranda.io.http", function()
       end)
     end)
 
+    it("reaches a server behind a socket in the file system", function()
+      support.with_directory(function(directory)
+        local path = directory .. "/socket"
+        local pipe = uv.new_pipe()
+        assert(pipe:bind(path))
+        local seen
+        pipe:listen(8, function()
+          local client = uv.new_pipe()
+          pipe:accept(client)
+          client:read_start(function(_, data)
+            if data then
+              seen = data
+              client:write(OK, function()
+                client:close()
+              end)
+            end
+          end)
+        end)
+        assert.equal("ok", http.get("http://anything/path", { unix_socket = path }).body)
+        assert.matches("^GET /path HTTP/1.1\r\nHost: anything\r\n", seen)
+        pipe:close()
+        fails("refused", http.get, "http://anything/", { unix_socket = directory .. "/none" })
+      end)
+    end)
+
     it("keeps connections", function()
       with_server(echo, function(s)
         assert.is_false(http.get(s.url).reused)
