@@ -4,7 +4,6 @@
  * directory.
  */
 #include "guard.h"
-#include <strings.h>
 #include <sys/file.h>
 
 /* Whether a guard, or a `run` that is about to become one, holds the attempt. */
@@ -66,9 +65,8 @@ int cir_status(const cir_options *options) {
   for (size_t i = 0, n = 0; i < tree.count; i++)
     if (tree.list[i].ours && text.size - text.used > 2 * CIR_WORD)
       cir_add(&text, "%s%d", n++ ? "," : "", (int)tree.list[i].pid);
-  if (record)
-    record[strcspn(record, "\n")] = '\0';
-  cir_add(&text, "],\"record\":%s}", record ? record : "null");
+  cir_add(&text, "],\"record\":%.*s}", record ? (int)strcspn(record, "\n") : 4,
+          record ? record : "null");
   free(record);
   return print(data, lost ? CIR_LOST : CIR_OK);
 }
@@ -77,7 +75,7 @@ int cir_status(const cir_options *options) {
 static int stop_staged(const cir_options *options) {
   static cir_state state;
   state.stop_at = cir_wall();
-  snprintf(state.error, sizeof state.error, "stopped before it was started");
+  strcpy(state.error, "stopped before it was started");
   snprintf(state.reason, sizeof state.reason, "%s", options->word);
   cir_boot_id(options, state.boot_id, sizeof state.boot_id);
   if (mkdir("started", 0700) == 0 && cir_record_write(&state) == 0)

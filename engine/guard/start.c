@@ -155,7 +155,7 @@ static void start_leader(cir_guard *guard, const staged *start) {
     close(go[0]);
     become_command(state, start, go[1], output);
   }
-  snprintf(state->error, sizeof state->error, "cannot start a process: %s", strerror(errno));
+  bool noted = false;
   if (leader > 0) {
     char line[200];
     close(go[1]);
@@ -164,20 +164,21 @@ static void start_leader(cir_guard *guard, const staged *start) {
     int length = snprintf(line, sizeof line, "%d %llu %s\n", (int)leader,
                           (unsigned long long)proc.start, state->boot_id);
     const cir_text text = {line, sizeof line, (size_t)length};
-    if (cir_replace("pid.new", "pid", &text) == 0) {
+    noted = cir_replace("pid.new", "pid", &text) == 0;
+    if (noted) {
       state->started_at = cir_wall();
       state->error[0] = '\0';
-      if (write(go[0], "g", 1) != 1 ||
-          read(go[0], line, 1) != 0) /* exec and its failure close it */
-        snprintf(state->error, sizeof state->error, "the command was killed before it began");
+      /* The other end is closed by exec, and by its failure. */
+      if (write(go[0], "g", 1) != 1 || read(go[0], line, 1) != 0)
+        strcpy(state->error, "the command was killed before it began");
       cir_proc_read(leader, &proc, NULL);
       memcpy(state->targets[0].exe, proc.exe, sizeof proc.exe);
-    } else {
-      snprintf(state->error, sizeof state->error, "cannot write the file pid: %s", strerror(errno));
     }
     close(go[0]);
     close(output);
   }
+  if (!noted)
+    snprintf(state->error, sizeof state->error, "cannot start the command: %s", strerror(errno));
   if (state->error[0]) {
     state->count = 0; /* what ends now is not the command */
     unlink("pid");

@@ -100,11 +100,9 @@ bool cir_alive(const cir_proc *proc) {
 
 /* VARIABLE=DIR: what every process of the attempt has in its environment. */
 char *cir_marker(void) {
-  static char marker[4200];
-  size_t length = strlen(CIR_VARIABLE "=");
-  memcpy(marker, CIR_VARIABLE "=", length);
-  if (!marker[length] && !getcwd(marker + length, sizeof marker - length))
-    abort();
+  static char marker[4200], directory[4096];
+  if (!marker[0] && getcwd(directory, sizeof directory))
+    snprintf(marker, sizeof marker, "%s=%s", CIR_VARIABLE, directory);
   return marker;
 }
 

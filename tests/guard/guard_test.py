@@ -147,15 +147,15 @@ def sixty_starts(attempt):
 @case
 def inner_killed(attempt):
     """SIGKILL of the inner guard: the outer one goes on, no byte and no status is lost."""
-    attempt.run(attempt.cmd(200, 9, "chatter=30000", "for=1") + "; exit $?")
-    time.sleep(0.1)
+    attempt.run(attempt.cmd(200, 9, "chatter=100000", "for=1") + "; exit $?")
+    attempt.wait_for("some output", lambda: len(attempt.log()) > 1000)
     before = attempt.status()
     os.kill(before["guard"], signal.SIGKILL)
     attempt.wait_for("the takeover", lambda: attempt.status()["guard"] == before["outer"])
     record = attempt.record()
     assert record["status"] == 9 and record["leader"]["source"] == "wait" and record["takeovers"] == 1, record
-    assert attempt.log() == lines(30000), "the log differs"
-    assert record["log_bytes"] == 30000 * 64 and record["dropped_bytes"] == 0
+    assert attempt.log() == lines(100000), "the log differs"
+    assert record["log_bytes"] == 100000 * 64 and record["dropped_bytes"] == 0
 
 
 @case
@@ -511,6 +511,44 @@ def many_threads(attempt):
     assert list(attempt.events().values()) == [["ready", "term", "usr1", "saved"]], attempt.events()
     target = record["targets"][0]
     assert record["status"] == 24 and target["source"] == "ptrace" and target["pid"] == child, record
+
+
+LAUNCHER = "python3 -c 'import subprocess, sys; subprocess.run(sys.argv[1:])' "
+
+
+@case
+def wrapper_in_second_wave(attempt):
+    """A wrapper that passes signals on is left alone while something lives below it: no second TERM."""
+    launch = os.path.join(attempt.work, "launch")
+    with open(launch, "w") as file:
+        file.write("trap : TERM; " + LAUNCHER + attempt.cmd(800, 25) + "; sleep 30; true")
+    attempt.run("timeout 60 bash " + launch, "--linger", "0.2")
+    attempt.wait_ready()
+    record, _ = attempt.stop("--grace", "20")
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
+    waves = {t["pid"]: t["wave"] for t in record["targets"]}
+    assert waves[next(iter(attempt.events()))] == 2 and record["status"] == 143, record
+
+
+@case
+def restarted(attempt):
+    """A program that its shell starts again after the stop is stopped at once, with its shell, not after the linger."""
+    attempt.run("while true; do " + attempt.cmd(200, 26) + "; done")
+    attempt.wait_ready()
+    record, took = attempt.stop("--grace", "60", "--linger", "30")
+    said = list(attempt.events().values())
+    assert said[0] == ["ready", "term", "saved"] and len(said) <= 2 and took < 5, (said, took)
+    assert record["status"] == 26 and attempt.alive() == [], record
+
+
+@case
+def through_a_filter(attempt):
+    """A program that reads another one's output through filters is none that is stopped."""
+    attempt.run(attempt.cmd(200, 27) + " | cat | tr a b | python3 -c 'import sys; sys.stdin.read(); print(1)'")
+    attempt.wait_ready()
+    record, _ = attempt.stop("--grace", "20")
+    assert [t["exe"] for t in record["targets"]] == [os.path.basename(attempt.suite.child)[:33]], record
+    assert record["status"] == 27 and attempt.log() == b"1\n", (record, attempt.log())
 
 
 @case

@@ -108,6 +108,7 @@ def shape(suite, name, programs, command, device, method, save_ms, status):
         targets = [t for t in record["targets"] if t["wave"] == 1]
         child = [t for t in record["targets"] if t["pid"] == next(iter(events))]
         assert len(child) == 1 and child[0]["signalled"], record
+        assert len(targets) == 1, f"the first wave was {targets}"
         own = "launcher" not in name or device
         if method in ("auto", "pidfd", "ptrace") and (own or method == "auto"):
             known = child[0]["source"] != "unknown" or record["leader"]["pid"] == child[0]["pid"]
