@@ -42,8 +42,7 @@ cir_runtime *cir_http_runtime(cir_http_request *request) {
   return request->http->rt;
 }
 
-/* --- delivering to Lua
- * ------------------------------------------------------------------------------------------- */
+/* --- delivering to Lua ----------------------------------------------------------------------- */
 
 /* The queue holds what is in it. */
 void cir_http_mark_ready(cir_http_request *request) {
@@ -179,8 +178,7 @@ static void collect(cir_http *http) {
   deliver_ready(http);
 }
 
-/* --- curl on the loop
- * -------------------------------------------------------------------------------------------- */
+/* --- curl on the loop ------------------------------------------------------------------------ */
 
 static void rearm(cir_http *http, long timeout_ms);
 
@@ -312,9 +310,7 @@ static curl_socket_t on_curl_open(void *user, curlsocktype purpose, struct curl_
   return fd;
 }
 
-/* --- life cycle
- * --------------------------------------------------------------------------------------------------
- */
+/* --- life cycle ------------------------------------------------------------------------------ */
 
 void cir_http_hold(cir_http_request *request) {
   request->holds++;
@@ -406,9 +402,7 @@ static cir_http *client(lua_State *L) {
   return http;
 }
 
-/* --- Lua
- * ---------------------------------------------------------------------------------------------------------
- */
+/* --- Lua ------------------------------------------------------------------------------------- */
 
 /* http.request(options, callback) -> handle. Raises a misuse. [-2, +1, v] */
 static int l_request(lua_State *L) {

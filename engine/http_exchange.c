@@ -82,8 +82,7 @@ void cir_exchange_refuse(cir_exchange *exchange, unsigned status, const char *te
   resume(exchange);
 }
 
-/* --- libmicrohttpd's callbacks: no Lua here
- * ---------------------------------------------------------------------- */
+/* --- libmicrohttpd's callbacks: no Lua here -------------------------------------------------- */
 
 /* MHD_OPTION_URI_LOG_CALLBACK: the first that is heard of a request, and the only place where its
  * target is whole. */
@@ -228,9 +227,7 @@ static void on_upgrade(void *cls, struct MHD_Connection *connection, void *user,
   cir_server_kick(exchange->server);
 }
 
-/* --- telling Lua
- * -------------------------------------------------------------------------------------------------
- */
+/* --- telling Lua ----------------------------------------------------------------------------- */
 
 /* MHD_KeyValueIteratorN: appends {name, value} to the table on the top of the main state. [-0, +0,
  * m] */
@@ -345,9 +342,7 @@ void cir_exchange_tell(cir_exchange *exchange) {
   }
 }
 
-/* --- Lua
- * ---------------------------------------------------------------------------------------------------------
- */
+/* --- Lua ------------------------------------------------------------------------------------- */
 
 /* The exchange at 1, or NULL when it is gone. [-0, +0, v] */
 static cir_exchange *check_exchange(lua_State *L) {

@@ -30,8 +30,7 @@ void cir_http_fault(cir_http_request *request, const char *code, const char *for
   va_end(arguments);
 }
 
-/* --- curl's callbacks: bytes into buffers
- * ------------------------------------------------------------------------ */
+/* --- curl's callbacks: bytes into buffers ---------------------------------------------------- */
 
 /* CURLOPT_HEADERFUNCTION. Keeps the head of the last answer only: a 100 Continue comes before the
  * one that counts. */
@@ -111,9 +110,7 @@ static int on_curl_send(void *user, char *remote, char *local, int remote_port, 
   return CURL_PREREQFUNC_OK;
 }
 
-/* --- options
- * -----------------------------------------------------------------------------------------------------
- */
+/* --- options --------------------------------------------------------------------------------- */
 
 static const char *const KNOWN[] = {"method",
                                     "url",
@@ -352,9 +349,7 @@ void cir_http_options(lua_State *L, int index, cir_http_request *request) {
   lua_settop(L, top);
 }
 
-/* --- results
- * -----------------------------------------------------------------------------------------------------
- */
+/* --- results --------------------------------------------------------------------------------- */
 
 /* Push {name, value} of one header line. [-0, +1, m] */
 static void push_header(lua_State *L, const char *line, size_t length) {

@@ -117,8 +117,7 @@ static void tell_news(cir_server *server) {
   }
 }
 
-/* --- the daemon on the loop
- * -------------------------------------------------------------------------------------- */
+/* --- the daemon on the loop ------------------------------------------------------------------ */
 
 static void finish_stop(cir_server *server);
 static void run(cir_server *server);
@@ -194,9 +193,7 @@ void cir_server_watch(cir_server *server, cir_exchange *exchange, uint64_t patie
     uv_timer_start(&server->watchdog, on_watchdog, patience_ms, 0);
 }
 
-/* --- accepting
- * ---------------------------------------------------------------------------------------------------
- */
+/* --- accepting ------------------------------------------------------------------------------- */
 
 static void on_listener(uv_poll_t *poll, int status, int events);
 
@@ -238,9 +235,7 @@ static void on_listener_closed(uv_handle_t *handle) {
   free(own);
 }
 
-/* --- stopping
- * ----------------------------------------------------------------------------------------------------
- */
+/* --- stopping -------------------------------------------------------------------------------- */
 
 /* The last uv handle is closed: nothing refers to the server any more. */
 static void on_handle_closed(cir_server *server) {
@@ -335,9 +330,7 @@ static servers *servers_of(lua_State *L) {
   return all;
 }
 
-/* --- Lua
- * ---------------------------------------------------------------------------------------------------------
- */
+/* --- Lua ------------------------------------------------------------------------------------- */
 
 /* MHD_OPTION_UNESCAPE_CALLBACK: percent-encoding stays as it came. */
 static size_t leave_escaped(void *cls, struct MHD_Connection *connection, char *text) {
