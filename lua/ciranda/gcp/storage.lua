@@ -13,8 +13,8 @@ local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local gcloud_config = require("ciranda.gcp.gcloud_config")
 local gcp_client = require("ciranda.gcp.client")
-local json = require("ciranda.io.json")
 local task = require("ciranda.task")
+local upload = require("ciranda.gcp.storage_upload")
 local url = require("ciranda.io.url")
 
 local M = {}
@@ -23,15 +23,6 @@ M.ENDPOINT = "https://storage.googleapis.com/"
 
 --- Chunks of a resumable upload are multiples of this (Cloud Storage: 256 KiB).
 M.GRANULE = 256 * 1024
-
---- Bytes of a chunk, and the size from which an upload is resumable.
-M.CHUNK = 8 << 20
-
---- Seconds in which a transfer must move.
-local IDLE = 60
-
---- How often a transfer that breaks off is taken up again without progress between.
-local RESUMES = 8
 
 ---@class ciranda.gcp.Storage
 ---@field client ciranda.gcp.Client
@@ -116,16 +107,6 @@ end
 ---@field if_metageneration_match integer|string|nil
 ---@field generation integer|string|nil           of this one version
 
---- The query parameters of preconditions.
-local function conditions(options)
-  return {
-    ifGenerationMatch = options.if_generation_match,
-    ifGenerationNotMatch = options.if_generation_not_match,
-    ifMetagenerationMatch = options.if_metageneration_match,
-    generation = options.generation,
-  }
-end
-
 -- Metadata ----------------------------------------------------------------------------------------------------------
 
 --- The object's resource: size (a string of digits), generation, crc32c, metadata, ...
@@ -137,7 +118,7 @@ end
 function Storage:stat(bucket, name, options)
   local found, object = pcall(self.client.json, self.client, {
     url = object_url(self, bucket, name),
-    query = conditions(options or {}),
+    query = upload.conditions(options or {}),
   })
   if found then
     return object
@@ -187,7 +168,7 @@ function Storage:delete(bucket, name, options)
   local done, err = pcall(self.client.request, self.client, {
     method = "DELETE",
     url = object_url(self, bucket, name),
-    query = conditions(options),
+    query = upload.conditions(options),
     idempotent = options.generation ~= nil or options.if_generation_match ~= nil,
   })
   if done then
@@ -198,7 +179,7 @@ function Storage:delete(bucket, name, options)
   return error(err, 0)
 end
 
--- Upload ------------------------------------------------------------------------------------------------------------
+-- Upload -------------------------------------------------------------------------------------------------------------
 
 ---@class ciranda.gcp.UploadOptions: ciranda.gcp.Preconditions
 ---@field content_type string?              "application/octet-stream" by default
@@ -239,178 +220,6 @@ local function check_upload(self, bucket, name, object, checksum)
   }
 end
 
---- Send everything in one request: metadata, with the checksum for the server to verify, and the bytes.
-local function upload_once(self, bucket, resource, data, options)
-  local boundary = "ciranda-" .. crypto.uuid4()
-  local body = table.concat {
-    ("--%s\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"):format(boundary),
-    json.encode(resource),
-    ("\r\n--%s\r\nContent-Type: %s\r\n\r\n"):format(boundary, resource.contentType),
-    data,
-    ("\r\n--%s--\r\n"):format(boundary),
-  }
-  local query = conditions(options)
-  query.uploadType = "multipart"
-  return (
-    self.client:json {
-      method = "POST",
-      url = ("%supload/storage/v1/b/%s/o"):format(self.endpoint, url.escape(bucket)),
-      query = query,
-      headers = { ["Content-Type"] = "multipart/related; boundary=" .. boundary },
-      body = body,
-      idempotent = options.if_generation_match ~= nil,
-    }
-  )
-end
-
---- Begin a resumable upload; the session's URL, which is as good as a credential for a week.
-local function open_session(self, bucket, resource, total, options)
-  local query = conditions(options)
-  query.uploadType, query.name = "resumable", resource.name
-  local response = self.client:request {
-    method = "POST",
-    url = ("%supload/storage/v1/b/%s/o"):format(self.endpoint, url.escape(bucket)),
-    query = query,
-    headers = {
-      ["X-Upload-Content-Type"] = resource.contentType,
-      ["X-Upload-Content-Length"] = ("%d"):format(total),
-    },
-    json = resource,
-    idempotent = true, -- a session that nobody uses makes nothing
-  }
-  local session = response.headers.location
-  if not session then
-    errors.raise {
-      code = "protocol",
-      op = "storage.upload",
-      message = response.target .. ": no upload session was given",
-    }
-  end
-  return session
-end
-
---- How many bytes the answer to a chunk or a status query confirms.
-local function confirmed(response)
-  local range = response.headers.range
-  local last = range and range:match("^bytes=0%-(%d+)$")
-  return last and math.tointeger(last) + 1 or 0
-end
-
-local INCOMPLETE = { [308] = true }
-
---- Codes with which a session, or a chunk, breaks off without being lost.
-local BROKEN =
-  { "timeout", "reset", "closed", "refused", "unreachable", "resolve", "unavailable", "rate_limit" }
-
---- Ask a session how far it is: the object when it is done, else the confirmed bytes.
-local function ask_session(self, session, total)
-  local response = self.client:request {
-    method = "PUT",
-    url = session,
-    headers = { ["Content-Range"] = ("bytes */%d"):format(total) },
-    body = "",
-    accept = INCOMPLETE,
-    idempotent = true,
-  }
-  if response.status == 308 then
-    return nil, confirmed(response)
-  end
-  return response:json(), total
-end
-
---- Send one chunk; the object when it was the last, else the confirmed bytes.
-local function send_chunk(self, session, source, first, size, total, checksum)
-  local last = first + size == total
-  local headers = {
-    ["Content-Range"] = size > 0 and ("bytes %d-%d/%d"):format(first, first + size - 1, total)
-      or ("bytes */%d"):format(total),
-    ["X-Goog-Hash"] = last and "crc32c=" .. checksum or nil,
-  }
-  local response = self.client:request {
-    method = "PUT",
-    url = session,
-    headers = headers,
-    file = source.path and { path = source.path, offset = first, length = size } or nil,
-    body = not source.path and source.data:sub(first + 1, first + size) or nil,
-    accept = INCOMPLETE,
-    timeout = false,
-    idle_timeout = IDLE,
-    idempotent = false, -- what of it arrived is asked before anything is sent again
-  }
-  if response.status == 308 then
-    return nil, confirmed(response)
-  end
-  return response:json(), total
-end
-
---- Send all chunks through one session, asking how far it is when one breaks off.
----@return table? object nil when the session is lost
-local function send_all(self, session, source, total, checksum, options)
-  local chunk = options.chunk or M.CHUNK
-  local position, failures = 0, 0
-  while true do
-    local size = math.min(chunk, total - position)
-    local sent, object, reached = pcall(send_chunk, self, session, source, position, size, total, checksum)
-    if not sent then
-      local err = object
-      if errors.is(err, "not_found") then
-        return nil
-      elseif not errors.is(err, table.unpack(BROKEN)) or failures >= RESUMES then
-        error(err, 0)
-      end
-      failures = failures + 1
-      task.sleep(
-        self.client.random() * math.min(self.client.most_wait, self.client.first_wait * 2 ^ failures)
-      )
-      local asked
-      asked, object, reached = pcall(ask_session, self, session, total)
-      if not asked then
-        if errors.is(object, "not_found") then
-          return nil
-        end
-        error(object, 0)
-      end
-    elseif reached > position then
-      failures = 0
-    else
-      failures = failures + 1
-    end
-    if object then
-      if options.on_progress then
-        options.on_progress(total, total)
-      end
-      return object
-    end
-    if reached > total or failures > RESUMES then
-      errors.raise {
-        code = "protocol",
-        op = "storage.upload",
-        message = ("the upload does not move: %d of %d bytes are confirmed"):format(reached, total),
-      }
-    end
-    if options.on_progress and reached ~= position then
-      options.on_progress(reached, total)
-    end
-    position = reached
-  end
-end
-
---- Send in chunks, from the beginning again when the session is lost.
-local function upload_resumable(self, bucket, resource, source, total, checksum, options)
-  for _ = 1, 3 do
-    local session = open_session(self, bucket, resource, total, options)
-    local object = send_all(self, session, source, total, checksum, options)
-    if object then
-      return object
-    end
-  end
-  return errors.raise {
-    code = "unavailable",
-    op = "storage.upload",
-    message = "the upload session was lost three times",
-  }
-end
-
 --- Upload an object. Its checksum is verified by Cloud Storage and again here.
 ---@async
 ---@param bucket string
@@ -444,11 +253,11 @@ function Storage:upload(bucket, name, source, options)
   }
   return named(bucket, name, function()
     local done, object
-    if total <= (options.chunk or M.CHUNK) then
+    if total <= (options.chunk or upload.CHUNK) then
       local data = from.data or fs.read(from.path)
-      done, object = pcall(upload_once, self, bucket, resource, data, options)
+      done, object = pcall(upload.once, self, bucket, resource, data, options)
     else
-      done, object = pcall(upload_resumable, self, bucket, resource, from, total, checksum, options)
+      done, object = pcall(upload.resumable, self, bucket, resource, from, total, checksum, options)
     end
     if done then
       return check_upload(self, bucket, name, object, checksum)
@@ -506,7 +315,7 @@ local function receive(self, bucket, name, options, write)
   local generation, checksum
   while true do
     local before = received
-    local query = conditions(options)
+    local query = upload.conditions(options)
     query.alt = "media"
     query.generation = generation or query.generation
     local from = first + received
@@ -521,7 +330,7 @@ local function receive(self, bucket, name, options, write)
       query = query,
       headers = { Range = range, ["Accept-Encoding"] = "gzip" }, -- the bytes as they are stored
       timeout = false,
-      idle_timeout = IDLE,
+      idle_timeout = upload.IDLE,
       on_response = function(head)
         generation = generation or head.headers["x-goog-generation"]
         checksum = checksum or checksum_of(head.headers)
@@ -545,11 +354,11 @@ local function receive(self, bucket, name, options, write)
       return checksum, generation
     elseif errors.is(err, "invalid") and err.http_status == 416 and received > 0 then
       return checksum, generation -- everything had come when the connection broke
-    elseif not errors.is(err, table.unpack(BROKEN)) then
+    elseif not errors.is(err, table.unpack(upload.BROKEN)) then
       error(err, 0)
     end
     failures = received > before and 0 or failures + 1
-    if failures > RESUMES then
+    if failures > upload.RESUMES then
       error(err, 0)
     end
     if failures > 0 then
