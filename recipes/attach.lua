@@ -3,9 +3,9 @@ local launch = require("ciranda.run.launch")
 
 return {
   summary = "take up a run whose runner is gone: follow its logs to the end",
-  description = "A run goes on on its workers when its runner was detached, killed, or lost its machine. This connects to "
-    .. "them again, brings the rest of the logs home and ends with the run's status, as the runner would have. COMMAND is "
-    .. "never started a second time.",
+  description = "A run goes on on its workers when its runner was detached, killed, or lost its machine. This "
+    .. "connects to them again, brings the rest of the logs home and ends with the run's status, as the "
+    .. "runner would have. COMMAND is never started a second time.",
   flags = {
     { name = "RUN", positional = true, required = true, help = "Name of the run." },
     { name = "show", help = "Show these workers' output with a prefix: a node set, or all." },

@@ -103,10 +103,10 @@ end
 
 return {
   summary = "list what our runs have made in the cloud and nobody uses; --DELETE=true deletes it",
-  description = "Every run notes what it asks the cloud for before it asks. This reads those notes, asks the cloud what "
-    .. "is there, and lists it. Queued resources that nobody uses, and those that are FAILED or SUSPENDED (they hold "
-    .. "quota until they are deleted), are deleted with --DELETE=true. Only what carries the label of our own request "
-    .. "is touched.",
+  description = "Every run notes what it asks the cloud for before it asks. This reads those notes, asks the cloud "
+    .. "what is there, and lists it. Queued resources that nobody uses, and those that are FAILED or "
+    .. "SUSPENDED (they hold quota until they are deleted), are deleted with --DELETE=true. Only what "
+    .. "carries the label of our own request is touched.",
   flags = {
     { name = "DELETE", type = "boolean", default = false, help = "Delete what is marked delete." },
     {

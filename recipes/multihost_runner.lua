@@ -10,11 +10,11 @@ local task = require("ciranda.task")
 
 local M = {
   summary = "run a command on every worker of existing TPU slices, together",
-  description = "Sends SCRIPT_DIR to every worker, starts COMMAND on all of them in the same moment, brings the logs and "
-    .. "the exit status home. COMMAND runs by your login shell in ~/RUN_NAME. It lives on the workers: a lost connection "
-    .. "is made again, and when this program is gone `ciranda attach RUN_NAME` takes the run up. When one worker fails "
-    .. "the others are stopped (TERM, a grace, KILL) and its exit status is returned. Ctrl-C or SIGTERM: every worker "
-    .. "gets TERM and time to save; once more leaves at once.",
+  description = "Sends SCRIPT_DIR to every worker, starts COMMAND on all of them in the same moment, brings the logs "
+    .. "and the exit status home. COMMAND runs by your login shell in ~/RUN_NAME. It lives on the workers: a "
+    .. "lost connection is made again, and when this program is gone `ciranda attach RUN_NAME` takes the run "
+    .. "up. When one worker fails the others are stopped (TERM, a grace, KILL) and its exit status is "
+    .. "returned. Ctrl-C or SIGTERM: every worker gets TERM and time to save; once more leaves at once.",
 }
 
 M.flags = table.move(target.flags, 1, #target.flags, 1, {})

@@ -1,0 +1,227 @@
+--- multihost_job: asks for slices that run a command by themselves, as MaxText's script of that name does.
+local attempt = require("ciranda.run.attempt")
+local bundle = require("ciranda.run.bundle")
+local err = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local gcloud_flags = require("ciranda.provider.gcloud_flags")
+local job = require("ciranda.run.job")
+local json = require("ciranda.io.json")
+local journals = require("ciranda.run.journal")
+local ledger = require("ciranda.run.ledger")
+local task = require("ciranda.task")
+local topology = require("ciranda.mesh.topology")
+local uv = require("luv")
+
+local M = {
+  summary = "ask for TPU slices whose start-up script runs a command, and return",
+  description = "Puts SCRIPT_DIR into a bucket and asks for a queued resource whose machines fetch it and run COMMAND "
+    .. "as root in /RUN_NAME, a virtual environment active, at every boot until it has finished. Returns "
+    .. "when the request has been accepted; --follow=true stays until the end. Logs and exit statuses are in "
+    .. "the bucket, in BUCKET_DIR/RUN_NAME/main_command_log_slice_S_worker_W and "
+    .. ".../status_slice_S_worker_W, written while the job runs; they do not go to Cloud Logging. When every "
+    .. "worker has finished the first one deletes the queued resource; `ciranda gc` finds one that was left.",
+  flags = {
+    { name = "TPU_TYPE", default = "v4-8", help = "Accelerator type of each slice." },
+    { name = "VERSION", help = "Runtime version (the usual one for TPU_TYPE)." },
+    { name = "NUM_SLICES", type = "integer", default = 2, help = "How many slices." },
+    { name = "SCRIPT_DIR", help = "The directory to send (the working directory)." },
+    { name = "COMMAND", required = true, help = "What to run on every worker, by bash." },
+    { name = "BUCKET_NAME", required = true, help = "Bucket for the code and the logs." },
+    { name = "BUCKET_DIR", default = "", help = "Directory in the bucket." },
+    { name = "PROJECT", help = "Google Cloud project (else gcloud's)." },
+    { name = "ZONE", help = "Zone (else gcloud's)." },
+    {
+      name = "RUN_NAME",
+      help = "Name of the run, of the queued resource and of its nodes (your name and the time).",
+    },
+    {
+      name = "CQR_EXTRA_ARGS",
+      default = "",
+      help = "More flags of `gcloud alpha compute tpus queued-resources create`, as one string.",
+    },
+    {
+      name = "ENABLE_AUTOCHECKPOINT",
+      type = "boolean",
+      default = false,
+      help = "Have the platform signal COMMAND before maintenance, and wait up to five minutes.",
+    },
+    {
+      name = "follow",
+      type = "boolean",
+      default = false,
+      help = "Stay: show the first worker's log, end with the job.",
+    },
+    {
+      name = "ALL_FILES",
+      type = "boolean",
+      default = false,
+      help = "Send what .gitignore matches too (tmp stays).",
+    },
+    {
+      name = "LEFT_OUT_OK",
+      type = "boolean",
+      default = false,
+      help = "Go on although COMMAND names something that is not sent.",
+    },
+  },
+}
+
+--- The run's name, which is the queued resource's too.
+local function run_name(context)
+  local given = context.flags.RUN_NAME
+  local name = job.legal_name(
+    given
+      or ("%s-%s"):format(
+        os.getenv("USER") or os.getenv("LOGNAME") or uv.os_get_passwd().username,
+        os.date("%Y-%m-%d-%H-%M-%S")
+      )
+  )
+  if given and given ~= name then
+    context.progress:say("RUN_NAME %s is no name for a queued resource: it is %s", given, name)
+  end
+  return name
+end
+
+--- The request that the flags make, and what it says about the runtime.
+local function make_request(flags, run)
+  local request, global = gcloud_flags.parse(gcloud_flags.shell_words(flags.CQR_EXTRA_ARGS), {})
+  for _, field in ipairs({ "node_id", "node_prefix", "slices", "accelerator", "runtime" }) do
+    if request[field] ~= nil then
+      err.raise({
+        code = "usage",
+        message = ("CQR_EXTRA_ARGS says what this recipe says itself (%s); use its own flags"):format(field),
+      })
+    end
+  end
+  if
+    request.metadata and request.metadata["startup-script"]
+    or request.metadata_from_file and request.metadata_from_file["startup-script"]
+  then
+    err.raise({
+      code = "usage",
+      message = "CQR_EXTRA_ARGS has a startup-script: that is where this job runs; put it into COMMAND",
+    })
+  end
+  request.id = run
+  request.slices = flags.NUM_SLICES
+  request.accelerator = flags.TPU_TYPE
+  request.runtime = flags.VERSION
+  request.autocheckpoint = flags.ENABLE_AUTOCHECKPOINT or request.autocheckpoint
+  return request, global
+end
+
+--- Makes the bundle and puts everything that the machines fetch into the bucket.
+---@return ciranda.run.JobPlace
+local function upload(context, storage, run, request)
+  local flags, progress = context.flags, context.progress
+  local temporary = fs.tempdir("ciranda-job")
+  local cleanup <close> = setmetatable({}, {
+    __close = function()
+      fs.remove_tree(temporary)
+    end,
+  })
+  local _ = cleanup
+  local archive = ("script_dir_zip_%s.tar.gz"):format(run)
+  local manifest = bundle.make(flags.SCRIPT_DIR or ".", {
+    output = temporary .. "/" .. archive,
+    all_files = flags.ALL_FILES,
+  })
+  local line = bundle.left_out_line(manifest)
+  if line then
+    progress:say("%s", line)
+  end
+  local named = not flags.LEFT_OUT_OK and bundle.left_out_named(manifest, flags.COMMAND)
+  if named then
+    err.raise({
+      code = "usage",
+      message = ("COMMAND names %s, which is not sent; "):format(named)
+        .. "--ALL_FILES=true sends what .gitignore matches, --LEFT_OUT_OK=true goes on without it",
+    })
+  end
+  local guard = attempt.guard()
+  local place = job.place({ bucket = flags.BUCKET_NAME, directory = flags.BUCKET_DIR, run = run })
+  place.bundle, place.bundle_sha256 = archive, manifest.archive_sha256
+  place.guard, place.guard_sha256 = "ciranda-guard-" .. guard.sha256, guard.sha256
+  local entries = {}
+  for index, entry in ipairs(manifest.entries) do
+    entries[index] = { path = entry.path, mode = entry.mode, size = entry.size, sha256 = entry.sha256 }
+  end
+  task.all({
+    function()
+      storage:upload(place.bucket, place.prefix .. "/" .. archive, { path = manifest.archive })
+    end,
+    function()
+      storage:upload(place.bucket, place.prefix .. "/" .. place.guard, guard.bytes)
+    end,
+    function()
+      storage:upload(place.bucket, place.prefix .. "/manifest.json", json.encode(json.array(entries)))
+    end,
+  })
+  progress:say("%s is in gs://%s/%s/", bundle.size_text(manifest.archive_size), place.bucket, place.prefix)
+  local shape = topology.of({ type = request.accelerator, topology = request.topology })
+  place.workers = shape.hosts * request.slices
+  return place
+end
+
+---@param context ciranda.cli.Context
+---@return integer status
+function M.run(context)
+  local flags, progress = context.flags, context.progress
+  local run = run_name(context)
+  local request, global = make_request(flags, run)
+  local tpu = require("ciranda.gcp.tpu").connect({
+    project = flags.PROJECT or global.project,
+    zone = flags.ZONE or global.zone,
+  })
+  local storage = require("ciranda.gcp.storage").connect()
+  if not flags.VERSION then
+    local runtime = job.usual_runtime(flags.TPU_TYPE)
+    if runtime then
+      progress:say("Runtime version: %s, the usual one for %s", runtime, flags.TPU_TYPE)
+    end
+  end
+  job.check(request, tpu)
+  local journal <close> = journals.open(run, { recipe = context.name, arguments = context.args })
+  local place = upload(context, storage, run, request)
+  request.startup_script = job.script({
+    place = place,
+    command = flags.COMMAND,
+    run = run,
+    tpu = tpu,
+    storage = storage,
+    slices = request.slices,
+    delete = not flags.follow,
+  })
+  local made = ledger.create(journal, tpu, request, "job")
+  progress:say(
+    "Queued resource %s was accepted: %d slices of %s",
+    made.id,
+    request.slices,
+    request.accelerator
+  )
+  progress:say("Logs: gs://%s/%s/main_command_log_slice_S_worker_W", place.bucket, place.prefix)
+  if flags.follow then
+    local result = job.follow({
+      storage = storage,
+      queued_resource = made,
+      place = place,
+      progress = progress,
+      json = context.json,
+      journal = journal,
+    })
+    context.finish(result)
+    return result.status
+  end
+  journal:close(0, "detached")
+  context.finish({
+    kind = "done",
+    status = 0,
+    message = ("The job runs by itself. Its queued resource: ciranda qr describe %s --zone=%s"):format(
+      made.id,
+      tpu.zone
+    ),
+  })
+  return 0
+end
+
+return M
