@@ -88,7 +88,7 @@ for part in $parts; do
     fi
     # The tree may lie where only root can read: the account gets a copy of what the specs use.
     mkdir -p "$scratch/account/tree/build" "$scratch/account/home" "$scratch/account/tmp"
-    git ls-files -z tests lua recipes docs README.md | xargs -0 cp --parents -t "$scratch/account/tree"
+    git ls-files -z tests lua recipes docs cmake engine README.md | xargs -0 cp --parents -t "$scratch/account/tree"
     cp build/ciranda "$scratch/account/tree/build/"
     cp build/ciranda-guard "$scratch/account/tree/build/" 2>/dev/null
     chown -R nobody "$scratch/account"

@@ -232,6 +232,7 @@ function M.boot()
     end)
   elseif command.kind == "test" then
     return as_task(function()
+      engine.on_blocked(nil) -- specs compute and read files without waiting, and nobody else is held up
       return require("ciranda.cli.testing").run(command.args)
     end)
   end
