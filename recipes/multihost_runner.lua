@@ -93,8 +93,9 @@ end
 --- Makes the bundle and says what stays.
 ---@param context ciranda.cli.Context
 ---@param run string
+---@param command string
 ---@return ciranda.archive.Manifest?
-local function make_bundle(context, run)
+local function make_bundle(context, run, command)
   local flags, progress = context.flags, context.progress
   if flags.USE_EXISTING_FOLDER then
     return nil
@@ -108,7 +109,7 @@ local function make_bundle(context, run)
   if line then
     progress:say("%s", line)
   end
-  local named = not flags.LEFT_OUT_OK and bundle.left_out_named(manifest, flags.COMMAND)
+  local named = not flags.LEFT_OUT_OK and bundle.left_out_named(manifest, command)
   if named then
     err.raise({
       code = "usage",
@@ -119,18 +120,27 @@ local function make_bundle(context, run)
   return manifest
 end
 
---- Runs it. `context.flags` may be another recipe's, as long as it has these flags.
+--- Runs it. Another recipe may run through this one: `context.flags` then has its flags, and `hooks.command(found)`
+--- makes the command once the fleet is known (nil: run nothing).
 ---@param context ciranda.cli.Context
+---@param hooks { command: fun(found: ciranda.run.Target): string? }?
 ---@return integer status
-function M.run(context)
+function M.run(context, hooks)
   local flags = context.flags
   local run = run_name(context)
   local found <close> = target.open(context)
+  local command = flags.COMMAND
+  if hooks then
+    command = hooks.command(found)
+    if not command then
+      return 0
+    end
+  end
   local manifest
   task.all({
     found.login,
     function()
-      manifest = make_bundle(context, run)
+      manifest = make_bundle(context, run, command)
     end,
   })
   local result = launch.run({
@@ -139,14 +149,14 @@ function M.run(context)
     run = run,
     recipe = context.name,
     arguments = context.args,
-    command = flags.COMMAND,
+    command = command,
     bundle = manifest,
     use_existing = flags.USE_EXISTING_FOLDER,
     progress = context.progress,
     json = context.json,
     on_interrupt = context.on_interrupt,
     show = flags.show,
-    checkpoint_directory = flags.CHECKPOINT_DIR or checkpoint.directory_in(flags.COMMAND),
+    checkpoint_directory = flags.CHECKPOINT_DIR or checkpoint.directory_in(command),
     grace = flags.GRACE,
     failure_grace = flags.FAILURE_GRACE,
     stage_timeout = flags.SCP_TIMEOUT_SECS,

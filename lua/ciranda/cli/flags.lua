@@ -197,6 +197,8 @@ local function expand_short(flags, words)
       table.insert(out, long[word])
     elseif name and long[name] then
       table.insert(out, long[name] .. "=" .. value)
+    elseif word:find("^%-%d+%.?%d*$") and (out[#out] or ""):find("^%-%-[^=]+$") then
+      out[#out] = out[#out] .. "=" .. word -- a negative number: no flag begins with a digit
     else
       table.insert(out, word)
     end

@@ -4,6 +4,8 @@
 -- own: a gap stays a gap.
 local err = require("ciranda.io.error")
 local task = require("ciranda.task")
+local topologies = require("ciranda.mesh.topology")
+local types = require("ciranda.mesh.types")
 
 local M = {}
 
@@ -61,6 +63,19 @@ local function from_guest_attributes(attributes)
   return #pins > 0 and pins or nil, hostname
 end
 
+--- The accelerator type that a node's config means, such as v5litepod-16; nil for one the table does not have.
+---@param config { type: string?, topology: string? }
+---@return string?
+local function type_of(config)
+  for _, generation in pairs(types.generations) do
+    if generation.api_type == config.type and config.topology then
+      local ok, name = pcall(topologies.to_type, generation.name, config.topology)
+      return ok and name or nil
+    end
+  end
+  return nil
+end
+
 --- One slice from a node.
 ---@param node table a Node message
 ---@param index integer the slice's number
@@ -75,7 +90,7 @@ function M.slice(node, index, guest_attributes)
     index = index,
     name = M.short_name(node.name),
     zone = zone_of(node.name),
-    accelerator = node.acceleratorType,
+    accelerator = node.acceleratorType or type_of(config),
     topology = config.topology,
     generation = config.type,
     state = node.state,
