@@ -22,6 +22,9 @@ M.HALT_DEADLINE = 5
 
 -- $1 root, $2 directory for /etc/ssh, $3 host name, $4 file with the boot id, $5 the simulator's directory, $6 a
 -- directory that all workers share, $7 "ro" to make the host's file systems read-only, and then the device files.
+--
+-- What is mounted is collected in a table and done by two calls of mount: a program started for each would be most of
+-- the time that a boot takes.
 local BOOT = [[
 set -e
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
@@ -29,75 +32,100 @@ root=$1 etc=$2 host=$3 boot_id=$4 state=$5 shared=$6 mode=$7
 shift 7
 read -r init rest < /proc/self/stat
 mount --make-rprivate /
-mkdir -p "$root/proc" "$root/dev" "$root/tmp" "$root/home" "$root/root" "$root/run/sshd" "$root/var"
-chmod 1777 "$root/tmp"
+table=$root/run/fstab
+mkdir -p "$root/proc" "$root/dev" "$root/tmp" "$root/home" "$root/root" "$root/run/sshd" "$root/run/var/tmp" \
+  "$root/run/var/log" "$root/run/old"
+chmod 1777 "$root/tmp" "$root/run/var/tmp"
+
+escaped() { # in fields of the table a space is \040
+  case $1 in *' '*) printf '%s' "$1" | sed 's/ /\\040/g' ;; *) printf '%s' "$1" ;; esac
+}
+add() { # source, target below the root, type, options
+  case $1$2$root in
+    *' '*) printf '%s %s %s %s 0 0\n' "$(escaped "$1")" "$(escaped "$root$2")" "$3" "$4" ;;
+    *) echo "$1 $root$2 $3 $4 0 0" ;;
+  esac
+}
+
+links='' directories=''
 for path in /*; do
-  name=${path#/}
-  case $name in
-    proc | dev | tmp | home | root | run | mnt | media | boot | lost+found | '*') continue ;;
+  case $path in
+    /proc | /dev | /tmp | /home | /root | /run | /mnt | /media | /boot | /lost+found | '/*') continue ;;
   esac
   if [ -L "$path" ]; then
-    ln -sfn "$(readlink "$path")" "$root/$name"
+    links="$links $path"
   elif [ -d "$path" ]; then
-    mkdir -p "$root/$name"
-    mount --rbind "$path" "$root/$name"
+    case $path in *' '*) ;; *) directories="$directories $path" ;; esac
   fi
 done
+for path in $directories; do
+  [ -d "$root$path" ] || missing="$missing $root$path"
+done
+[ -z "$missing" ] || mkdir $missing
+[ -z "$links" ] || cp -P --remove-destination $links "$root/"
+{
+  for path in $directories; do
+    if [ "$mode" = ro ]; then add "$path" "$path" none rbind,ro; else add "$path" "$path" none rbind; fi
+  done
+  add proc /proc proc defaults
+  add dev /dev tmpfs mode=755
+} > "$table"
+mount -a -T "$table"
+
 if [ "$mode" = ro ]; then
-  while read -r id parent device from at options; do
-    case $at in
+  failed=''
+  while read -r id parent device from at options rest; do
+    case $at,$options in
+      "$root"/proc*,* | "$root"/dev,* | *,ro | *,ro,*) ;;
       "$root"/*) mount -o remount,bind,ro "$(printf '%b' "$at")" 2>/dev/null || failed=$at ;;
     esac
   done < /proc/self/mountinfo
-  case $failed in '' | "$root/sys"*) ;; *) echo "cannot make $failed read-only" >&2; exit 1 ;; esac
+  case $failed in '' | "$root"/sys*) ;; *) echo "cannot make $failed read-only" >&2; exit 1 ;; esac
 fi
-for name in tmp log; do
-  if [ -d "$root/var/$name" ]; then
-    mkdir -p "$root/run/var/$name"
-    mount --bind "$root/run/var/$name" "$root/var/$name"
-  fi
-done
-chmod 1777 "$root/run/var/tmp"
-mount -t proc proc "$root/proc"
-mount -t tmpfs -o mode=755 dev "$root/dev"
-for name in null zero full random urandom tty; do
-  : > "$root/dev/$name"
-  mount --bind "/dev/$name" "$root/dev/$name"
-done
+
 mkdir "$root/dev/pts" "$root/dev/shm"
-mount --rbind /dev/pts "$root/dev/pts"
-mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
-for device; do
-  mkdir -p "$root${device%/*}"
-  : > "$root$device"
-  chmod 666 "$root$device"
+for name in null zero full random urandom tty; do
+  : > "$root/dev/$name"
 done
+for device; do
+  [ -d "$root${device%/*}" ] || mkdir -p "$root${device%/*}"
+  : > "$root$device"
+done
+[ -z "$1" ] || chmod 666 "${root}${1%/*}"/*[0-9]
 if [ -d "$root$state" ]; then
   mount -t tmpfs -o mode=755 hidden "$root$state"
 fi
 mkdir -p "$root$shared"
-mount --rbind "$shared" "$root$shared"
-mount --bind "$etc" "$root/etc/ssh"
-for name in passwd group shadow hosts; do
-  if [ -e "$etc/$name" ] && [ -e "$root/etc/$name" ]; then
-    mount --bind "$etc/$name" "$root/etc/$name"
-  fi
-done
+{
+  for name in null zero full random urandom tty; do
+    add "/dev/$name" "/dev/$name" none bind
+  done
+  add /dev/pts /dev/pts none rbind
+  add shm /dev/shm tmpfs mode=1777
+  for name in tmp log; do
+    [ ! -d "$root/var/$name" ] || add "$root/run/var/$name" "/var/$name" none bind
+  done
+  add "$shared" "$shared" none rbind
+  add "$etc" /etc/ssh none bind
+  for name in passwd group shadow hosts; do
+    [ ! -e "$etc/$name" ] || [ ! -e "$root/etc/$name" ] || add "$etc/$name" "/etc/$name" none bind
+  done
+  add "$boot_id" /proc/sys/kernel/random/boot_id none bind
+} > "$table"
+mount -a -T "$table"
 resolver=$(readlink -f /etc/resolv.conf || true)
 case $resolver in
   /run/*) mkdir -p "$root${resolver%/*}"; cp "$resolver" "$root$resolver" 2>/dev/null || true ;;
 esac
-mount --bind "$boot_id" "$root/proc/sys/kernel/random/boot_id"
 hostname "$host"
 mount --rbind "$root" "$root"
 cd "$root"
-mkdir -p run/old
 pivot_root . run/old
 exec chroot . /bin/sh -c '
-  umount -l /run/old
-  rmdir /run/old
+  umount -l /run/old && rmdir /run/old || exit 1
+  rm /run/fstab
   echo "ready $0"
   exec >/dev/null 2>&1
   exec 3<&0

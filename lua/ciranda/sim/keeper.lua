@@ -51,10 +51,10 @@ end
 
 -- Collect adopted children that have ended.
 local function reap()
-  local own, me = own_children(), uv.os_getpid()
-  for pid, found in pairs(processes.all()) do
-    if found.parent == me and found.state == "Z" and not own[pid] then
-      keeper.reap(pid)
+  local own = own_children()
+  for _, found in ipairs(processes.children(uv.os_getpid()) or {}) do
+    if found.state == "Z" and not own[found.pid] then
+      keeper.reap(found.pid)
     end
   end
 end

@@ -39,7 +39,7 @@ Machine.__index = Machine
 ---@field isolation ciranda.sim.Isolation
 ---@field directory string
 ---@field shared string
----@field ssh_port integer
+---@field ssh_ports integer[]
 ---@field metadata_port integer
 ---@field ordinal integer
 
@@ -250,7 +250,7 @@ function Machine:boot(scope)
   local addresses = { self.address, self.external }
   self.listener = sshd.listen({
     addresses = addresses,
-    port = self.settings.ssh_port,
+    ports = self.settings.ssh_ports,
     argv = function()
       return session_command(self)
     end,

@@ -32,7 +32,7 @@ Machines.__index = Machines
 ---@field isolation ciranda.sim.Isolation
 ---@field directory string for the machines' directories
 ---@field shared string a directory that every worker sees
----@field ssh_port integer
+---@field ssh_ports integer[]
 ---@field metadata_port integer
 ---@field report fun(format: string, ...) for what nobody else will hear of
 
@@ -119,7 +119,7 @@ function actions.create(self, host)
       isolation = self.settings.isolation,
       directory = ("%s/%s-w-%d.%d"):format(self.settings.directory, node.id, worker, self.last_ordinal),
       shared = self.settings.shared,
-      ssh_port = self.settings.ssh_port,
+      ssh_ports = self.settings.ssh_ports,
       metadata_port = self.settings.metadata_port,
       ordinal = self.last_ordinal,
     }, node, worker)

@@ -56,20 +56,47 @@ function M.all()
   return result
 end
 
+--- The children of a process, adopted ones included.
+---@param pid integer
+---@return ciranda.sim.Process[]? children nil where the kernel does not list them
+function M.children(pid)
+  local list, listed = {}, false
+  local threads = uv.fs_scandir(("/proc/%d/task"):format(pid))
+  while threads do
+    local thread = uv.fs_scandir_next(threads)
+    if not thread then
+      break
+    end
+    local text = read(("/proc/%d/task/%s/children"):format(pid, thread))
+    listed = listed or text ~= nil
+    for child in (text or ""):gmatch("%d+") do
+      list[#list + 1] = M.get(math.tointeger(tonumber(child)) --[[@as integer]])
+    end
+  end
+  return listed and list or nil
+end
+
+-- The same for every process, from a look at all of them.
+local function children_of_all()
+  local children = {}
+  for _, found in pairs(M.all()) do
+    children[found.parent] = children[found.parent] or {}
+    table.insert(children[found.parent], found)
+  end
+  return children
+end
+
 --- Everything that descends from a process, itself left out.
 ---@param root integer pid
 ---@return ciranda.sim.Process[]
 function M.descendants(root)
-  local children = {}
-  for _, process in pairs(M.all()) do
-    children[process.parent] = children[process.parent] or {}
-    table.insert(children[process.parent], process)
-  end
+  local all = M.children(root) == nil and children_of_all() or nil
   local result, queue = {}, { root }
   while #queue > 0 do
-    for _, process in ipairs(children[table.remove(queue)] or {}) do
-      result[#result + 1] = process
-      queue[#queue + 1] = process.pid
+    local pid = table.remove(queue)
+    for _, found in ipairs(all and all[pid] or M.children(pid) or {}) do
+      result[#result + 1] = found
+      queue[#queue + 1] = found.pid
     end
   end
   return result

@@ -305,9 +305,10 @@ end
 --- Raises ciranda.sim.Status INVALID_ARGUMENT.
 function M.read_query(kind, name, text)
   if kind == "bool" then
-    if text == "true" or text == "1" or text == "" then
+    local word = text:lower() -- gcloud sends "True"
+    if word == "true" or word == "1" or word == "" then
       return true
-    elseif text == "false" or text == "0" then
+    elseif word == "false" or word == "0" then
       return false
     end
     refuse(name, "bool", text)

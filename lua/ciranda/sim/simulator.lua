@@ -219,7 +219,8 @@ local function run(settings)
     isolation = place,
     directory = settings.directory .. "/machines",
     shared = shared,
-    ssh_port = ssh_port,
+    -- Clients that cannot be told a port go to 22; where that can be had it is served too.
+    ssh_ports = block:available(22) and { ssh_port, 22 } or { ssh_port },
     metadata_port = api_port,
     metadata_on_80 = block:available(80),
     report = report,

@@ -110,14 +110,14 @@ function M.make_host_key(path)
 end
 
 ---@class ciranda.sim.SshListener
----@field private sockets userdata[]
+---@field private sockets table<string, userdata[]> by address
 ---@field private sessions table<userdata, integer>
 local Listener = {}
 Listener.__index = Listener
 
 ---@class ciranda.sim.SshOptions
 ---@field addresses string[]
----@field port integer
+---@field ports integer[]
 ---@field argv fun(): string[] the command of a session's sshd
 ---@field environment table<string, string> of that command
 ---@field log string file for what sshd says
@@ -178,11 +178,9 @@ function M.listen(options)
   return self
 end
 
---- Listen on one more address.
----@param address string
-function Listener:add(address)
+local function bind(self, address, port)
   local socket = uv.new_tcp()
-  local ok, err, code = socket:bind(address, self.options.port)
+  local ok, err, code = socket:bind(address, port)
   if ok then
     ok, err, code = socket:listen(128, function(failure)
       local client = not failure and uv.new_tcp()
@@ -198,21 +196,30 @@ function Listener:add(address)
     errors.raise({
       code = code == "EADDRINUSE" and "busy" or "io",
       op = "sim.sshd",
-      target = ("%s:%d"):format(address, self.options.port),
+      target = ("%s:%d"):format(address, port),
       message = tostring(err),
     })
   end
-  self.sockets[address] = socket
+  return socket
+end
+
+--- Listen on one more address.
+---@param address string
+function Listener:add(address)
+  local sockets = {}
+  self.sockets[address] = sockets
+  for i, port in ipairs(self.options.ports) do
+    sockets[i] = bind(self, address, port)
+  end
 end
 
 --- Stop listening on an address.
 ---@param address string
 function Listener:remove(address)
-  local socket = self.sockets[address]
-  if socket then
+  for _, socket in ipairs(self.sockets[address] or {}) do
     socket:close()
-    self.sockets[address] = nil
   end
+  self.sockets[address] = nil
 end
 
 --- The processes of the sessions that are open: those that the simulator started, not their children.

@@ -185,7 +185,12 @@ local function dispatch(self, request, version, route)
   if not route then
     errors.raise("NOT_FOUND", ("Method not found: %s %s"):format(request.method, request.path))
   end
-  local call = { world = world, version = version, schema = schema.load(version), method = route.method }
+  local call = {
+    world = world,
+    version = version,
+    schema = schema.load(version == "v1" and "v2" or version),
+    method = route.method,
+  }
   world.oauth:check(request)
   local fault = world.faults:on_call(route.method)
   read_query(call, route.definition, request.query)
