@@ -5,7 +5,7 @@
 --- `Include` with wildcards, quotes, comments, the tokens of each keyword. Keywords that concern other things
 --- (forwarding, multiplexing, terminals, algorithms) are left alone.
 
-local core = require("ciranda.io.crypto")
+local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local known_hosts = require("ciranda.ssh.known_hosts")
@@ -590,6 +590,9 @@ end
 --- Raises `usage` for a configuration that cannot be read.
 function M.resolve(host, options)
   options = options or {}
+  if options.file == false then
+    return { send_env = {} }
+  end
   local raw = M.evaluate(host, options)
   local port = options.port or raw.port or 22
   local user = options.user or raw.user or local_user()
@@ -608,7 +611,14 @@ function M.resolve(host, options)
     k = raw.host_key_alias or host,
   }
   local jump = raw.proxy_jump and raw.proxy_jump ~= "none" and raw.proxy_jump or nil
-  tokens.C = core.hex(core.digest("sha1", local_host .. hostname .. tokens.p .. user .. (jump or "")))
+  setmetatable(tokens, {
+    __index = function(_, letter)
+      if letter == "C" then
+        return crypto.hex(crypto.digest("sha1", local_host .. hostname .. tokens.p .. user .. (jump or "")))
+      end
+      return nil
+    end,
+  })
 
   local found = {
     hostname = raw.hostname,

@@ -75,20 +75,26 @@ function M.expect(options)
   }
 end
 
+--- Whether a key of this type can be compared with one that is known.
+local function judges(expected, key_type)
+  local known = expected.known
+  for _, list in ipairs(expected.pins and { expected.pins } or { known.keys, known.fallback }) do
+    for _, key in ipairs(list) do
+      if key.type == key_type then
+        return true
+      end
+    end
+  end
+  return false
+end
+
 --- The algorithms to offer: first those whose keys we can judge, so that the server shows one of them.
 ---@param expected ciranda.ssh.HostKeys
 ---@return string list comma-separated
 function M.algorithms(expected)
-  local judged = {}
-  local lists = expected.pins and { expected.pins } or { expected.known.keys, expected.known.fallback }
-  for _, list in ipairs(lists) do
-    for _, key in ipairs(list) do
-      judged[key.type] = true
-    end
-  end
   local first, rest = {}, {}
   for _, algorithm in ipairs(ALGORITHMS) do
-    table.insert(judged[algorithm[2]] and first or rest, algorithm[1])
+    table.insert(judges(expected, algorithm[2]) and first or rest, algorithm[1])
   end
   return table.concat(table.move(rest, 1, #rest, #first + 1, first), ",")
 end
@@ -136,8 +142,11 @@ end
 --- Raises `hostkey`, with reason "revoked", "changed", "unknown" or "authority".
 function M.verify(expected, key_type, blob, policy)
   local known = expected.known
-  local shown = fingerprints({ { type = key_type, blob = blob } })
   local revoked = contains(known.revoked, blob)
+  if not revoked and expected.pins and contains(expected.pins, blob) then
+    return "pinned"
+  end
+  local shown = fingerprints({ { type = key_type, blob = blob } })
   if revoked then
     refuse(
       expected,
@@ -150,9 +159,6 @@ function M.verify(expected, key_type, blob, policy)
     )
   end
   if expected.pins then
-    if contains(expected.pins, blob) then
-      return "pinned"
-    end
     refuse(
       expected,
       "changed",

@@ -16,6 +16,9 @@ local M = {}
 --- Attempts at a passphrase when a function is asked.
 local ATTEMPTS = 3
 
+-- Milliseconds for which a file that has been read is taken to be unchanged: a fleet asks once a worker.
+local FRESH_MS = 2000
+
 ---@class ciranda.ssh.Key
 ---@field path string?   the file
 ---@field type string    "ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", ...
@@ -87,12 +90,12 @@ local function source_of(passphrase)
 end
 
 --- Parse with what can be had of passphrases.
-local function open(path, passphrase)
+local function open(path, passphrase, quiet)
   local ok, handle = pcall(task.call, core.key_read, path, nil)
   if ok then
     return handle
   end
-  if not (errors.is(handle, "auth") and handle.reason == "passphrase_needed") then
+  if quiet or not (errors.is(handle, "auth") and handle.reason == "passphrase_needed") then
     error(handle, 0)
   end
   local ask, attempts = source_of(passphrase)
@@ -130,18 +133,23 @@ local cache, locks = {}, {}
 ---@async
 ---@param path string `~` is the home directory
 ---@param passphrase ciranda.ssh.Passphrase? for an encrypted key; else CIRANDA_SSH_PASSPHRASE, else the prompt
+---@param quiet boolean? true: nobody is asked for a passphrase
 ---@return ciranda.ssh.Key
 --- Raises `not_found`, `permission` (others may read it), `auth` (the passphrase), `invalid` or `unsupported`.
-function M.load(path, passphrase)
+function M.load(path, passphrase, quiet)
   path = M.expand(path)
   locks[path] = locks[path] or task.semaphore(1)
   return locks[path]:with(function()
-    local stamp = check_mode(path)
     local cached = cache[path]
+    if cached and uv.now() - cached.checked < FRESH_MS then
+      return cached.key
+    end
+    local stamp = check_mode(path)
     if not cached or cached.stamp ~= stamp then
-      cached = { stamp = stamp, key = wrap_key(open(path, passphrase), path) }
+      cached = { stamp = stamp, key = wrap_key(open(path, passphrase, quiet), path) }
       cache[path] = cached
     end
+    cached.checked = uv.now()
     return cached.key
   end)
 end

@@ -17,7 +17,8 @@ local MAX_FILE = 64 * 1024 * 1024
 
 ---@class ciranda.ssh.KnownHost  one line of a file
 ---@field marker "revoked"|"cert-authority"|nil
----@field patterns string[]?  lower-case patterns, negated ones with their "!"
+---@field names table<string, true>?  the names without wildcards, lower case; not of a hashed one
+---@field globs string[]?      its patterns, lower case, negated ones with their "!"
 ---@field salt string?        of a hashed name
 ---@field hash string?        of a hashed name
 ---@field type string         "ssh-ed25519" and the like
@@ -81,12 +82,16 @@ function M.parse(text, path)
         entry.salt = good_salt and salt_bytes or nil
         entry.hash = good_hash and hash_bytes or nil
       else
-        entry.patterns = {}
+        entry.names, entry.globs = {}, {}
         for pattern in names:lower():gmatch("[^,]+") do
-          table.insert(entry.patterns, pattern)
+          if pattern:find("[*?!]") then
+            table.insert(entry.globs, pattern)
+          else
+            entry.names[pattern] = true
+          end
         end
       end
-      if entry.patterns or (entry.salt and entry.hash) then
+      if entry.names or (entry.salt and entry.hash) then
         entries[#entries + 1] = entry
       end
     end
@@ -97,10 +102,17 @@ end
 ---@param entry ciranda.ssh.KnownHost
 ---@param name string lower case, in the form the files use
 local function names(entry, name)
-  if entry.patterns then
-    return M.matches(entry.patterns, name)
+  if not entry.names then
+    return core.hash_name(entry.salt, name) == entry.hash
   end
-  return core.hash_name(entry.salt, name) == entry.hash
+  if #entry.globs == 0 then
+    return entry.names[name] == true
+  end
+  local forbidden = false
+  for _, glob in ipairs(entry.globs) do
+    forbidden = forbidden or (glob:sub(1, 1) == "!" and M.matches({ glob:sub(2) }, name))
+  end
+  return not forbidden and (entry.names[name] == true or M.matches(entry.globs, name))
 end
 
 --- How the files write a host: its name alone for port 22, else "[name]:port".
@@ -142,8 +154,30 @@ function M.lookup(entries, host, port)
   return known
 end
 
--- Parsed files, for a fleet of a thousand workers that all look into the same one.
+-- Parsed files, for a fleet of a thousand workers that all look into the same one; and the milliseconds for which a
+-- file is taken to be unchanged.
 local cache = {}
+local FRESH_MS = 2000
+
+--- The entries of one file.
+local function load_file(path)
+  local cached = cache[path]
+  local now = uv.now()
+  if cached and now - cached.checked < FRESH_MS then
+    return cached.entries
+  end
+  local ok, stat = pcall(fs.stat, path)
+  if not ok and not errors.is(stat, "not_found") then
+    error(stat, 0)
+  end
+  local stamp = ok and ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size) or "absent"
+  if not cached or cached.stamp ~= stamp then
+    cached = { stamp = stamp, entries = ok and M.parse(fs.read(path, MAX_FILE), path) or {} }
+    cache[path] = cached
+  end
+  cached.checked = now
+  return cached.entries
+end
 
 --- The entries of the files, in order; a file that does not exist has none.
 ---@async
@@ -153,18 +187,8 @@ local cache = {}
 function M.load(paths)
   local all = {}
   for _, path in ipairs(paths) do
-    local ok, stat = pcall(fs.stat, path)
-    if ok then
-      local stamp = ("%d.%d"):format(stat.mtime_ns, stat.size)
-      local cached = cache[path]
-      if not cached or cached.stamp ~= stamp then
-        cached = { stamp = stamp, entries = M.parse(fs.read(path, MAX_FILE), path) }
-        cache[path] = cached
-      end
-      table.move(cached.entries, 1, #cached.entries, #all + 1, all)
-    elseif not errors.is(stat, "not_found") then
-      error(stat, 0)
-    end
+    local entries = load_file(path)
+    table.move(entries, 1, #entries, #all + 1, all)
   end
   return all
 end
@@ -186,6 +210,7 @@ function M.add(path, host, port, key_type, blob)
   local lead = text ~= "" and text:sub(-1) ~= "\n" and "\n" or ""
   local line = ("%s%s %s %s\n"):format(lead, M.name(host, port), key_type, crypto.base64(blob))
   fs.append(path, line, tonumber("600", 8))
+  cache[path] = nil
 end
 
 --- The files that OpenSSH reads when nothing else is said.

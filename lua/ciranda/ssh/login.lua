@@ -1,8 +1,9 @@
 --- Authentication: which keys are offered to a server, in which order.
 ---
---- Servers allow few attempts (OpenSSH's MaxAuthTries is 6), so the order matters: keys that were named come first,
---- each by way of the agent when that holds it; then the agent's other keys, unless only the named ones are wanted.
---- When none is named: the agent's keys, then the default files.
+--- Servers allow few attempts (OpenSSH's MaxAuthTries is 6), so the order matters: keys that were named come first, a
+--- file that is encrypted by way of the agent when that holds its key; then the agent's other keys, unless only the
+--- named ones are wanted. When none is named: the agent's keys, then the default files. The agent is asked only when
+--- its turn comes.
 
 local agents = require("ciranda.ssh.agent")
 local core = require("ciranda.core.ssh")
@@ -15,12 +16,13 @@ local M = {}
 --- Keys offered on one connection; the server counts each.
 M.MAX_OFFERS = 6
 
--- Candidates -------------------------------------------------------------------------------------------------------
+-- The agent --------------------------------------------------------------------------------------------------------
 
----@class ciranda.ssh.Candidate
----@field blob string?                       the public key, when it is known without the private one
----@field name string                        for messages
----@field load (fun(): ciranda.ssh.Key)?     the private key; else the agent signs
+--- The agent, connected to when it is first asked for.
+---@class ciranda.ssh.LazyAgent
+---@field private settings table
+local LazyAgent = {}
+LazyAgent.__index = LazyAgent
 
 --- The agent's socket that the settings mean, or nil.
 local function agent_path(agent)
@@ -34,94 +36,50 @@ local function agent_path(agent)
   return keys.expand(path)
 end
 
---- Connect to the agent. One that was asked for must be there; the environment's need not.
-local function open_agent(settings)
-  local path = agent_path(settings.agent)
-  if not path then
-    return nil, {}
+--- Its keys; none when there is no agent. One that was asked for by name must be there, the environment's need not.
+---@return { blob: string, comment: string, type: string }[]
+function LazyAgent:identities()
+  if self.list then
+    return self.list
   end
-  local ok, agent = pcall(agents.connect, path)
-  if not ok then
-    if type(settings.agent) == "string" or errors.is(agent, "cancelled") then
-      error(agent, 0)
-    end
-    return nil, {}
-  end
-  local good, list = pcall(agent.identities, agent)
-  if not good then
-    agent:close()
-    if type(settings.agent) == "string" or errors.is(list, "cancelled") then
-      error(list, 0)
-    end
-    return nil, {}
-  end
-  return agent, list
-end
-
-local function of_agent(identity)
-  return {
-    blob = identity.blob,
-    name = ("%s of the agent (%s %s)"):format(
-      identity.comment ~= "" and identity.comment or "a key",
-      identity.type,
-      core.fingerprint(identity.blob)
-    ),
-  }
-end
-
-local function of_file(path, passphrase)
-  return {
-    blob = keys.public_of(path),
-    name = path,
-    load = function()
-      return keys.load(path, passphrase)
-    end,
-  }
-end
-
-local function of_key(key)
-  return {
-    blob = key.blob,
-    name = key.path or ("a key (%s %s)"):format(key.type, core.fingerprint(key.blob)),
-    load = function()
-      return key
-    end,
-  }
-end
-
---- The candidates, in order.
-local function candidates(settings, identities)
-  local list, held, used = {}, {}, {}
-  for _, identity in ipairs(identities) do
-    held[identity.blob] = identity
-  end
-  local function add(candidate)
-    local identity = candidate.blob and held[candidate.blob]
-    if identity then
-      if used[candidate.blob] then
-        return
-      end
-      used[candidate.blob] = true
-      list[#list + 1] = of_agent(identity)
-    else
-      list[#list + 1] = candidate
+  self.list = {}
+  local path = agent_path(self.settings.agent)
+  if path then
+    local ok, problem = pcall(function()
+      self.agent = agents.connect(path)
+      self.list = self.agent:identities()
+    end)
+    if not ok and (type(self.settings.agent) == "string" or errors.is(problem, "cancelled")) then
+      error(problem, 0)
     end
   end
-  local function add_agent()
-    for _, identity in ipairs(identities) do
-      add(of_agent(identity))
+  return self.list
+end
+
+--- The agent's identity of a public key, or nil.
+function LazyAgent:find(blob)
+  for _, identity in ipairs(blob and self:identities() or {}) do
+    if identity.blob == blob then
+      return identity
     end
   end
-  if not settings.keys then
-    add_agent()
+  return nil
+end
+
+function LazyAgent:close()
+  if self.agent then
+    self.agent:close()
   end
-  for _, key in ipairs(settings.keys or keys.default_files()) do
-    add(type(key) == "string" and of_file(keys.expand(key), settings.passphrase) or of_key(key))
-  end
-  if settings.keys and not settings.identities_only then
-    add_agent()
-  end
-  return list
+end
+
+LazyAgent.__close = LazyAgent.close
+
+local function name_of(identity)
+  return ("%s of the agent (%s %s)"):format(
+    identity.comment ~= "" and identity.comment or "a key",
+    identity.type,
+    core.fingerprint(identity.blob)
+  )
 end
 
 -- Offers -----------------------------------------------------------------------------------------------------------
@@ -208,6 +166,79 @@ local function give_up(session, settings, tried, left)
   )
 end
 
+-- The attempts of one login.
+local Attempts = {}
+Attempts.__index = Attempts
+
+--- Offer a key by calling `offer`. Returns whether it was accepted; raises when nothing else can be tried.
+function Attempts:try(name, offer, ...)
+  if self.offered == M.MAX_OFFERS then
+    self.left = self.left + 1
+    return false
+  end
+  self.offered = self.offered + 1
+  local ok, err = pcall(offer, self.session, self.settings, ...)
+  if ok then
+    self.accepted = name
+    return true
+  end
+  self:failed(name, err)
+  return false
+end
+
+--- Note why a key was not accepted, or could not be offered.
+function Attempts:failed(name, err)
+  if not errors.is(err) or errors.is(err, "cancelled", "misuse", "internal") then
+    error(err, 0)
+  end
+  if self.session:status() == "dead" then
+    raise(
+      self.settings,
+      err,
+      ("the connection ended while %s was offered: %s%s"):format(
+        name,
+        err.message,
+        self.offered > 1 and " (too many keys were offered? Name the right one)" or ""
+      )
+    )
+  end
+  self.tried[#self.tried + 1] = { name = name, err = err }
+end
+
+--- Offer the key in a file.
+function Attempts:try_file(path, agent)
+  path = keys.expand(path)
+  local passphrase = self.settings.passphrase
+  local ok, key = pcall(keys.load, path, passphrase, passphrase == nil)
+  if not ok and errors.is(key, "auth") and key.reason == "passphrase_needed" then
+    local identity = agent:find(keys.public_of(path))
+    if identity then
+      self.used[identity.blob] = true
+      return self:try(path .. " of the agent", offer_agent, agent.agent, identity.blob)
+    end
+    ok, key = pcall(keys.load, path, passphrase)
+  end
+  if not ok then
+    self:failed(path, key)
+    return false
+  end
+  self.used[key.blob] = true
+  return self:try(path, offer_key, key)
+end
+
+--- Offer the agent's keys that have not been offered yet.
+function Attempts:try_agent(agent)
+  for _, identity in ipairs(agent:identities()) do
+    if not self.used[identity.blob] then
+      self.used[identity.blob] = true
+      if self:try(name_of(identity), offer_agent, agent.agent, identity.blob) then
+        return true
+      end
+    end
+  end
+  return false
+end
+
 --- Log in.
 ---@async
 ---@param session userdata the engine's, its host key verified
@@ -215,52 +246,39 @@ end
 ---@return string name what was accepted, for messages
 --- Raises `auth`; `closed` and the like when the connection ended.
 function M.authenticate(session, settings)
-  local agent, identities = open_agent(settings)
-  local _ <close> = agent
-  local list = candidates(settings, identities)
-  local tried, offered = {}, 0
-  local left = 0
-  for index, candidate in ipairs(list) do
-    if offered == M.MAX_OFFERS then
-      left = #list - index + 1
-      break
-    end
-    local ok, err
-    if candidate.load then
-      local good, key = pcall(candidate.load)
-      ok, err = good, key
-      if good then
-        offered = offered + 1
-        ok, err = pcall(offer_key, session, settings, key)
-      end
+  local agent <close> = setmetatable({ settings = settings }, LazyAgent)
+  local attempts = setmetatable({
+    session = session,
+    settings = settings,
+    tried = {},
+    used = {}, -- by public key
+    offered = 0,
+    left = 0,
+  }, Attempts)
+  local named = settings.keys
+  if not named and attempts:try_agent(agent) then
+    return attempts.accepted
+  end
+  for _, key in ipairs(named or keys.default_files()) do
+    local accepted
+    if type(key) == "string" then
+      accepted = attempts:try_file(key, agent)
     else
-      offered = offered + 1
-      ok, err = pcall(offer_agent, session, settings, agent, candidate.blob)
+      attempts.used[key.blob] = true
+      accepted = attempts:try(key.path or ("a key (%s)"):format(key.type), offer_key, key)
     end
-    if ok then
-      return candidate.name
+    if accepted then
+      return attempts.accepted
     end
-    if not errors.is(err) or errors.is(err, "cancelled", "misuse", "internal") then
-      error(err, 0)
-    end
-    if session:status() == "dead" then
-      raise(
-        settings,
-        err,
-        ("the connection ended while %s was offered: %s%s"):format(
-          candidate.name,
-          err.message,
-          offered > 1 and " (too many keys were offered? Name the right one)" or ""
-        )
-      )
-    end
-    tried[#tried + 1] = { name = candidate.name, err = err }
+  end
+  if named and not settings.identities_only and attempts:try_agent(agent) then
+    return attempts.accepted
   end
   -- A single named key that cannot be read is the whole story.
-  if #tried == 1 and offered == 0 then
-    error(tried[1].err, 0)
+  if #attempts.tried == 1 and attempts.offered == 0 then
+    error(attempts.tried[1].err, 0)
   end
-  give_up(session, settings, tried, left)
+  give_up(session, settings, attempts.tried, attempts.left)
 end
 
 return M

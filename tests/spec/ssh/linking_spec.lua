@@ -10,7 +10,10 @@ describe("libssh2", function()
 
   it("of ours is invisible to libcurl, which brings its own", function()
     local said = process.run({ "nm", "-D", "--defined-only", engine.executable }):check().stdout
-    assert.is_truthy(said:find(" T lua_pushstring\n", 1, true), "nm lists the symbols that the program exports")
+    assert.is_truthy(
+      said:find(" T lua_pushstring\n", 1, true),
+      "nm lists the symbols that the program exports"
+    )
     assert.is_nil(said:find("libssh2_", 1, true))
   end)
 end)
