@@ -71,14 +71,27 @@ local function listening_sockets()
   return found
 end
 
---- Names in the places where a program might leave something.
+--- Names in the places where a program might leave something: everything in the repository, in the places that all
+--- programs share what carries our name, and what ciranda keeps under the account's true home.
 local function files_outside()
   local found = {}
-  for _, directory in ipairs({ "/tmp", "/var/tmp", "/dev/shm", REPOSITORY, DEMO .. "/.." }) do
+  local function look(directory, pattern)
     local ok, entries = pcall(fs.list, directory)
     for _, entry in ipairs(ok and entries or {}) do
-      found[directory .. "/" .. entry.name] = true
+      if entry.name:find(pattern) then
+        found[directory .. "/" .. entry.name] = true
+      end
     end
+  end
+  for _, directory in ipairs({ "/tmp", "/var/tmp", "/dev/shm", "/run" }) do
+    look(directory, "ciranda")
+  end
+  look(REPOSITORY, ".")
+  look(DEMO .. "/..", ".")
+  local home = uv.os_get_passwd().homedir
+  look(home .. "/.ssh", ".")
+  for _, directory in ipairs({ ".ciranda", ".config/ciranda", ".local/state/ciranda", ".cache/ciranda" }) do
+    look(home .. "/" .. directory, ".")
   end
   return found
 end
@@ -162,12 +175,17 @@ local function start_simulator(scope)
   return simulator, environment
 end
 
+--- The header that the simulated project asks for.
+local function authorization(environment)
+  return { Authorization = "Bearer " .. fs.read(environment.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+") }
+end
+
 --- A GET of the simulator, decoded.
 local function ask(environment, path)
   local response = http.request({
     url = environment.CIRANDA_SIM_URL .. path,
     timeout = 10,
-    headers = { "Authorization: Bearer " .. fs.read(environment.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+") },
+    headers = authorization(environment),
   })
   assert(response.status == 200, ("GET %s: HTTP %d"):format(path, response.status))
   return json.decode(response.body)
@@ -214,13 +232,13 @@ local function pin_host_keys(environment, zone, nodes)
   local lines = {}
   for _, node in ipairs(nodes) do
     local name = node.name:match("[^/]+$")
+    local headers = authorization(environment)
+    headers["Content-Type"] = "application/json"
+    local endpoint = environment.CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU
     local response = http.request({
       method = "POST",
-      url = ("%sv2/%s/nodes/%s:getGuestAttributes"):format(environment.CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU, zone, name),
-      headers = {
-        "Authorization: Bearer " .. fs.read(environment.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+"),
-        "Content-Type: application/json",
-      },
+      url = ("%sv2/%s/nodes/%s:getGuestAttributes"):format(endpoint, zone, name),
+      headers = headers,
       body = json.encode({ queryPath = "hostkeys/" }),
       timeout = 10,
     })
@@ -282,10 +300,12 @@ local function train(environment, checkpoints)
     "--TPU_PREFIX=" .. NAME,
     "--RUN_NAME=" .. RUN,
     "--SCRIPT_DIR=tests/fixtures/trainer",
-    ("--COMMAND=python3 train.py --checkpoint_dir=%s --steps=100000 --save-every=1000000"):format(checkpoints),
+    ("--COMMAND=python3 train.py --checkpoint_dir=%s --steps=100000 --save-every=1000000"):format(
+      checkpoints
+    ),
   }
   say("\n$ ciranda %s", table.concat(arguments, " "):gsub("%-%-COMMAND=(.*)$", "--COMMAND='%1'"))
-  local trainers, signalled_at = {}, nil
+  local trainers = {}
   local runner <close> = process.spawn({
     BINARY,
     env = environment,
@@ -305,7 +325,7 @@ local function train(environment, checkpoints)
       task.sleep(0.2)
     end
   end)
-  signalled_at = step_reached()
+  local signalled_at = step_reached()
   say("\n(the job has done %d steps: SIGTERM to the runner)", signalled_at)
   runner:signal("SIGTERM")
   local result = task.timeout(90, runner.wait, runner)
@@ -333,7 +353,10 @@ local function main()
     local scope <close> = task.scope()
     say("$ ciranda sim   # a simulated project; its variables go to what follows")
     local simulator <close>, environment = start_simulator(scope)
-    local zone = ("projects/%s/locations/%s"):format(environment.CLOUDSDK_CORE_PROJECT, environment.CLOUDSDK_COMPUTE_ZONE)
+    local zone = ("projects/%s/locations/%s"):format(
+      environment.CLOUDSDK_CORE_PROJECT,
+      environment.CLOUDSDK_COMPUTE_ZONE
+    )
 
     local status = ciranda(
       environment,
