@@ -72,22 +72,27 @@ local function split_multipart(content_type, body)
   if not boundary then
     objects.refuse(400, "badContent", "Missing boundary in the multipart content type")
   end
-  -- Delimiters start a line; the first may be the body's first line.
+  -- A delimiter is a line of its own; the first may be the body's first line. What merely begins like one is data.
   local delimiter = "\r\n--" .. boundary
-  local text = "\r\n" .. body:gsub("^%s*%-%-", "--", 1)
-  local parts, at = {}, 1
+  local text = "\r\n" .. body
+  local parts, start, at = {}, nil, 1
   while true do
     local from, to = text:find(delimiter, at, true)
     if not from then
       break
     end
-    if at > 1 then
-      parts[#parts + 1] = text:sub(at, from - 1)
+    local beyond = text:match("^[ \t]*\r\n()", to + 1)
+    local last = text:sub(to + 1, to + 2) == "--"
+    if beyond or last then
+      if start then
+        parts[#parts + 1] = text:sub(start, from - 1)
+      end
+      start = beyond
     end
-    at = to + 1
-    if text:sub(at, at + 1) == "--" then
+    if last then
       break
     end
+    at = to + 1
   end
   if #parts ~= 2 then
     objects.refuse(400, "badContent", ("A multipart upload has two parts, this one has %d"):format(#parts))
