@@ -244,6 +244,18 @@ function Fleet:pull(source, directory, options)
   return require("ciranda.fleet.transfer").pull(self, source, directory, options or {})
 end
 
+--- Signals the commands of attempts that run on the workers (see ciranda.run.attempt), and says to whom it came.
+--- TERM is a stop: it is sent once, KILL follows when the grace is over, and the call returns when they have ended.
+---@async
+---@param name string "TERM", "USR1", ... with or without SIG
+---@param options { run: string?, attempt: string?, grace: number?, limit: integer? }? run, attempt: only these; grace:
+---  seconds, of TERM (300)
+---@return ciranda.fleet.Results each with `attempts`: path of the attempt -> the guard's answer; none when nothing runs
+-- Raises a misuse for what is no signal.
+function Fleet:signal(name, options)
+  return require("ciranda.fleet.signal").send(self, name, options or {})
+end
+
 --- Closes the fleet's connections. A part of a fleet closes nothing.
 function Fleet:close()
   if not self.part then

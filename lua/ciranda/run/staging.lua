@@ -11,7 +11,7 @@ local uv = require("luv")
 local M = {}
 
 --- Where everything of ours is on a worker, below the login directory.
-M.ROOT = ".ciranda"
+M.ROOT = require("ciranda.fleet.signal").ROOT
 
 --- Bundles kept on a worker, newest first; the others make room.
 local BUNDLES_KEPT = 3
