@@ -48,7 +48,7 @@ endif()
 
 if(CIRANDA_SANITIZE)
   add_guard(ciranda-guard-asan "${guard_output}/ciranda-guard-asan" "${CMAKE_C_COMPILER}"
-            -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined)
+            -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
 endif()
 if(AARCH64_GCC)
   add_guard(ciranda-guard-aarch64 "${guard_output}/ciranda-guard-aarch64" "${AARCH64_GCC}" ${guard_small})

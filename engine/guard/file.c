@@ -73,10 +73,11 @@ char *cir_read(const char *path, size_t *size) {
   return NULL;
 }
 
+static char zeros[4096];
+
 /* Make a file whose blocks are really there, so that it can be written on a full disk. -1 with
  * errno. */
 int cir_reserve(const char *path, size_t size) {
-  static char zeros[4096];
   int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (file < 0)
     return -1;

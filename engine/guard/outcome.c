@@ -125,8 +125,8 @@ bool cir_reap(cir_guard *guard) {
       return errno != ECHILD;
     if (info.si_pid == 0)
       return true;
-    bool known = cir_proc_read(info.si_pid, &proc, NULL);
-    cir_target *target = known ? cir_find(guard->state, &proc) : NULL;
+    cir_target *target =
+        cir_proc_read(info.si_pid, &proc, NULL) ? cir_find(guard->state, &proc) : NULL;
     if (info.si_code == CLD_EXITED || info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED) {
       status = info.si_code == CLD_EXITED ? (info.si_status & 0xff) << 8 : info.si_status;
       if (target)

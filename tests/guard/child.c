@@ -1,16 +1,15 @@
 /*
- * child.c - the program that a guard's tests run: it says what happens to it, and saves when it gets a SIGTERM.
+ * child.c - the program that a guard's tests run: it says what happens to it, and saves when it
+ * gets a SIGTERM.
  *
  *   child JOURNAL NONCE SAVE_MS STATUS [OPTION...]
  *
- * Every line in JOURNAL (appended) is "NONCE PID EVENT". Without a signal it ends with status 99 after 60 s.
- *   ignore      SIGTERM does nothing
- *   workers     two forked workers, which die of SIGTERM; without both of them there is nothing to save
- *   device=F    hold the file F open
- *   root        (of a setuid copy) become root for good
- *   chatter=N   print N lines of 64 bytes, in bursts
- *   for=MS      end with STATUS after MS without a signal
- *   threads     the save is done by another thread than the main one
+ * Every line in JOURNAL (appended) is "NONCE PID EVENT". Without a signal it ends with status 99
+ * after 60 s. ignore      SIGTERM does nothing workers     two forked workers, which die of
+ * SIGTERM; without both of them there is nothing to save device=F    hold the file F open root (of
+ * a setuid copy) become root for good chatter=N   print N lines of 64 bytes, in bursts for=MS end
+ * with STATUS after MS without a signal threads     the save is done by another thread than the
+ * main one
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -62,7 +61,8 @@ static void *idle(void *arg) {
   return arg;
 }
 
-/* Print `lines` numbered lines of 64 bytes: a reader can tell what is lost, doubled or out of order. */
+/* Print `lines` numbered lines of 64 bytes: a reader can tell what is lost, doubled or out of
+ * order. */
 static void chatter(long lines) {
   char line[80];
   for (long i = 0; i < lines; i++) {

@@ -276,6 +276,27 @@ def stop_before_start(attempt):
 
 
 @case
+def another_build(attempt):
+    """A guard whose state another build cannot read: said so, soon, and the command is left alone."""
+    attempt.run("exec " + attempt.cmd(200, 16))
+    attempt.wait_ready()
+    with open(attempt.path("state"), "r+b") as file:
+        magic = file.read(4)
+        file.seek(0)
+        file.write(b"\0\0\0\0")
+        file.flush()
+        begin = time.monotonic()
+        assert attempt.status()["state"] == "running"
+        result = attempt.call("stop")
+        assert result.returncode == 1 and b"another build" in result.stderr, result
+        assert attempt.call("signal", "USR1").returncode == 1
+        assert time.monotonic() - begin < 10 and list(attempt.events().values()) == [["ready"]]
+        file.seek(0)
+        file.write(magic)
+    assert attempt.stop("--grace", "10")[0]["status"] == 16
+
+
+@case
 def ignorer(attempt):
     """A program that ignores TERM is killed at the end of the grace, not before and not much later."""
     attempt.run(attempt.cmd(200, 0, "ignore") + "; true")

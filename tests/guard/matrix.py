@@ -78,7 +78,7 @@ def shape(suite, name, programs, command, device, method, save_ms, status):
     needs(programs)
     attempt = Attempt(suite)
     try:
-        options = ["--linger", "0.5", "--method", method, "--devices", os.path.join(attempt.work, "accel")]
+        options = ["--linger", "0.5", "--grace", "30", "--method", method, "--devices", os.path.join(attempt.work, "accel")]
         extra = []
         if device:
             open(os.path.join(attempt.work, "accel0"), "w").close()
@@ -91,13 +91,13 @@ def shape(suite, name, programs, command, device, method, save_ms, status):
         if "group" in name:
             os.killpg(os.getpgid(guard["guard"]), signal.SIGTERM)
         elif "twice" in name:
-            asked = subprocess.Popen([suite.guard, "stop", attempt.directory, "--grace", "30"],
+            asked = subprocess.Popen([suite.guard, "stop", attempt.directory, "--grace", "30", "--linger", "0.5"],
                                      stdout=subprocess.DEVNULL)
             time.sleep(0.1)
-            attempt.stop("--grace", "30")
+            attempt.stop("--grace", "30", "--linger", "0.5")
             assert asked.wait(30) == 0
         else:
-            attempt.stop("--grace", "30")
+            attempt.stop("--grace", "30", "--linger", "0.5")
         record = attempt.record()
         events = attempt.events()
         first = next(iter(events.values()))
@@ -122,6 +122,7 @@ def shape(suite, name, programs, command, device, method, save_ms, status):
             assert record["status_source"] in ("leader: targets unknown", "target: others unknown"), record
         else:
             assert record["status"] == status, record
+        assert record["takeovers"] == 0, "the guard died"
         assert record["killed"] == 0 and record["stopped"] is True, record
     finally:
         attempt.clear()
