@@ -2,6 +2,7 @@
 
 local channels = require("ciranda.ssh.channel")
 local errors = require("ciranda.io.error")
+local forwards = require("ciranda.ssh.forward")
 local log = require("ciranda.io.log")
 local scheduler = require("ciranda.task.scheduler")
 local sftp = require("ciranda.ssh.sftp")
@@ -228,6 +229,15 @@ end
 function Connection:tunnel(host, port)
   local request = { host = host, port = port }
   return self:_open(self.session.tunnel, request, ("the tunnel to %s:%d"):format(host, port))
+end
+
+--- Listen on a port here and carry what connects to it to a place that the server can reach (as `ssh -L`).
+---@async
+---@param scope ciranda.Scope in which it runs
+---@param options { host: string, to_port: integer, address: string?, port: integer? } see ciranda.ssh.forward
+---@return ciranda.ssh.Forward
+function Connection:forward(scope, options)
+  return forwards.listen(scope, self, options)
 end
 
 local EXEC_OPTIONS = {
