@@ -166,8 +166,8 @@ function M.listen(scope, connection, options)
     }))
   end
   self.port = listener:getsockname().port
-  local started = task.event()
-  scope:spawn(("forwarding of port %d"):format(self.port), function()
+  local started = false
+  local going = scope:spawn(("forwarding of port %d"):format(self.port), function()
     local _ <close> = setmetatable({}, {
       __close = function()
         self:close()
@@ -177,7 +177,7 @@ function M.listen(scope, connection, options)
       end,
     })
     local clients <close> = task.scope()
-    started:set()
+    started = true
     while not self.closed do
       while queue[1] do
         self.accepted = self.accepted + 1
@@ -202,11 +202,15 @@ function M.listen(scope, connection, options)
     end
     clients:cancel("the forwarding is closed")
   end)
-  -- A task that is cancelled before it runs cleans nothing up.
-  local ran, err = pcall(started.wait, started)
-  if not ran then
+  -- A task that is cancelled before it runs cleans nothing up: it is seen to begin.
+  local ok_so_far, err = pcall(function()
+    while not started and not going:ended() do
+      task.yield()
+    end
+  end)
+  if not ok_so_far or not started then
     self:close()
-    error(err, 0)
+    errors.raise(ok_so_far and { code = "cancelled", message = "the scope has ended" } or err)
   end
   return self
 end
