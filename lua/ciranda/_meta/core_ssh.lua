@@ -120,7 +120,7 @@ function Session:auth_methods(user, timeout, callback) end
 ---@field timeout integer?
 
 ---@param options ciranda.core.ssh.ExecOptions
----@param callback fun(err: table?, channel: ciranda.core.ssh.Channel?, refused: string[]?) the variables that were not taken
+---@param callback fun(err: table?, channel: ciranda.core.ssh.Channel?, refused: string[]?) refused: names of variables
 ---@return ciranda.core.ssh.Operation
 function Session:exec(options, callback) end
 
