@@ -90,7 +90,6 @@ for part in $parts; do
     mkdir -p "$scratch/account/tree/build" "$scratch/account/home" "$scratch/account/tmp"
     git ls-files -z tests lua recipes docs cmake engine README.md | xargs -0 cp --parents -t "$scratch/account/tree"
     cp build/ciranda "$scratch/account/tree/build/"
-    cp build/ciranda-guard "$scratch/account/tree/build/" 2>/dev/null
     chown -R nobody "$scratch/account"
     count "specs as an unprivileged account" sh -c 'cd "$1/tree" && exec setpriv --reuid=nobody --regid=nogroup \
       --clear-groups env -i PATH="$PATH" LANG=C.UTF-8 HOME="$1/home" TMPDIR="$1/tmp" SHELL=/bin/sh USER=nobody \
