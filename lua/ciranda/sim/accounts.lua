@@ -75,6 +75,16 @@ local function others(path, named)
   return table.concat(kept)
 end
 
+-- sshd gives a terminal to the group tty where there is one, which only root may do unless it is that group's already.
+-- It is where /dev/pts was mounted so; elsewhere an ordinary user's worker goes without the group.
+local function terminals_are_tty(place)
+  if place.own_terminals then
+    return false
+  end
+  local ok, mounts = pcall(fs.read, "/proc/self/mounts")
+  return ok and mounts:find("/dev/pts devpts [^\n]*gid=%d") ~= nil
+end
+
 -- The file is bound into a running worker: it is written in place, since a new file in its place would not be seen.
 local function rewrite(path, text, mode)
   local file <close> = fs.open(path, "w", mode or 420)
@@ -86,6 +96,7 @@ end
 ---@field home string directory of the homes, as the simulator sees it
 ---@field home_inside string the same as the worker sees it
 ---@field ordinal integer number of the worker, for its range of ids
+---@field own_terminals boolean the worker has a /dev/pts of its own
 
 --- Bring a worker's accounts into step.
 ---@async
@@ -128,6 +139,7 @@ function M.write(place, users)
   end
   rewrite(place.etc .. "/shadow", table.concat(shadow), 384)
   rewrite(place.etc .. "/passwd", table.concat(passwd) .. others("/etc/passwd", named))
+  named.tty = not root and not terminals_are_tty(place) or nil
   rewrite(place.etc .. "/group", table.concat(group) .. others("/etc/group", named))
 end
 

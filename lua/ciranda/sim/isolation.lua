@@ -102,7 +102,7 @@ mkdir -p "$root$shared"
   for name in null zero full random urandom tty; do
     add "/dev/$name" "/dev/$name" none bind
   done
-  add /dev/pts /dev/pts none rbind
+  add devpts /dev/pts devpts newinstance,ptmxmode=0666,mode=620
   add shm /dev/shm tmpfs mode=1777
   for name in tmp log; do
     [ ! -d "$root/var/$name" ] || add "$root/run/var/$name" "/var/$name" none bind

@@ -6,9 +6,9 @@
 -- the simulator, which ends its workers; then KILL to all that is left, again and again until nothing is; then it
 -- removes the simulator's directory.
 
+local disk = require("ciranda.sim.disk")
 local engine = require("ciranda.core.engine")
 local errors = require("ciranda.io.error")
-local fs = require("ciranda.io.fs")
 local keeper = require("ciranda.core.keeper")
 local process = require("ciranda.io.process")
 local processes = require("ciranda.sim.processes")
@@ -124,7 +124,7 @@ local function keep(settings_text, directory, keep_directory)
     lifeline:close()
   end
   if not keep_directory then
-    fs.remove_tree(directory)
+    disk.remove(directory)
   end
 end
 

@@ -4,6 +4,7 @@
 -- list and leaves its disk alone; a machine that takes another's place in a slice is a new one in all respects.
 
 local accounts = require("ciranda.sim.accounts")
+local disk = require("ciranda.sim.disk")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local isolation = require("ciranda.sim.isolation")
@@ -119,6 +120,7 @@ local function write_accounts(self)
     home = self.root .. "/home",
     home_inside = self.home_inside,
     ordinal = self.settings.ordinal,
+    own_terminals = self.isolated,
   }, accounts.parse(self.node.message.metadata, project_keys, self.world.clock:now()))
 end
 
@@ -247,9 +249,8 @@ function Machine:boot(scope)
     boot_id = self.directory .. "/boot_id",
     devices = tpu_env.devices(self.node),
   })
-  local addresses = { self.address, self.external }
-  self.listener = sshd.listen({
-    addresses = addresses,
+  local ok, listener = pcall(sshd.listen, {
+    addresses = { self.address, self.external },
     ports = self.settings.ssh_ports,
     argv = function()
       return session_command(self)
@@ -260,6 +261,11 @@ function Machine:boot(scope)
       return self.world.faults:on_ssh(self.node.id, self.worker)
     end,
   })
+  if not ok then
+    self.isolation:stop(self.init)
+    error(listener, 0)
+  end
+  self.listener = listener
   self.running = true
   start_script(self, scope)
   self.world.events:add("machine", ("%s worker %d"):format(self.node.id, self.worker), "booted")
@@ -275,9 +281,9 @@ local function belongings(self)
     end
   end
   local mark = "CIRANDA_SIM_WORKER=" .. self.directory
-  for pid, found in pairs(processes.all()) do
-    if found.state ~= "Z" and processes.has_environment(pid, mark) then
-      list[#list + 1] = found
+  for _, pid in ipairs(processes.pids()) do
+    if processes.has_environment(pid, mark) then
+      list[#list + 1] = processes.get(pid)
     end
   end
   return list
@@ -324,7 +330,7 @@ end
 ---@async
 function Machine:destroy()
   self:halt()
-  fs.remove_tree(self.directory)
+  disk.remove(self.directory)
 end
 
 --- Give the machine another host key and tell nobody: what a client must refuse.
@@ -361,9 +367,9 @@ function Machine:holders()
   end
   local prefix = self:device_prefix()
   local inside = self.init and processes.namespace(self.init.pid, "pid")
-  for pid, found in pairs(processes.all()) do
+  for _, pid in ipairs(processes.pids()) do
     if (not inside or processes.namespace(pid, "pid") == inside) and processes.holds(pid, prefix) then
-      list[#list + 1] = found
+      list[#list + 1] = processes.get(pid)
     end
   end
   return list

@@ -40,20 +40,19 @@ function M.get(pid)
   return { pid = pid, state = fields[1], parent = tonumber(fields[2]), start = fields[20] }
 end
 
---- Every process.
----@return table<integer, ciranda.sim.Process> by pid
-function M.all()
-  local result = {}
+--- The ids of all processes.
+---@return integer[]
+function M.pids()
+  local list = {}
   local directory = uv.fs_scandir("/proc")
   while directory do
     local name = uv.fs_scandir_next(directory)
     if not name then
       break
     end
-    local pid = math.tointeger(tonumber(name))
-    result[pid or 0] = pid and M.get(pid) or nil
+    list[#list + 1] = math.tointeger(tonumber(name))
   end
-  return result
+  return list
 end
 
 --- The children of a process, adopted ones included.
@@ -79,9 +78,12 @@ end
 -- The same for every process, from a look at all of them.
 local function children_of_all()
   local children = {}
-  for _, found in pairs(M.all()) do
-    children[found.parent] = children[found.parent] or {}
-    table.insert(children[found.parent], found)
+  for _, pid in ipairs(M.pids()) do
+    local found = M.get(pid)
+    if found then
+      children[found.parent] = children[found.parent] or {}
+      table.insert(children[found.parent], found)
+    end
   end
   return children
 end

@@ -7,6 +7,7 @@ local addresses = require("ciranda.sim.addresses")
 local clock = require("ciranda.sim.clock")
 local compute = require("ciranda.sim.compute")
 local control = require("ciranda.sim.control")
+local disk = require("ciranda.sim.disk")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local gateway = require("ciranda.sim.gateway")
@@ -40,6 +41,9 @@ local HANDLER_DEADLINE = 3700
 
 -- Bytes of one request's body: an upload in one piece.
 local MAX_BODY = 1 << 30
+
+-- Whether somebody still reads standard output for what went wrong.
+local ready = false
 
 local function say(value)
   io.stdout:write(json.encode(value), "\n")
@@ -285,6 +289,7 @@ local function run(settings)
     notes = notes_of(place, tools),
     env = environment(settings, front.url, ("%s:%d"):format(block:main(), api_port), ssh_port),
   })
+  ready = true
   task.await(function()
     return function()
       time:close()
@@ -336,10 +341,13 @@ function M.main(text, parent)
   end
   local ok, err = pcall(run, settings)
   if not ok and not errors.is(err, "cancelled") then
+    if ready then
+      report("%s", errors.text(err))
+    end
     say({ error = errors.text(err), code = errors.is(err) and err.code or nil })
   end
   if uv.os_getppid() ~= keeper_pid and not settings.keep_directory then
-    fs.remove_tree(settings.directory) -- who would have done it is not there any more
+    disk.remove(settings.directory) -- who would have done it is not there any more
   end
   return ok and 0 or 1
 end

@@ -98,12 +98,13 @@ function M.ssh_client(simulator)
   end
 
   -- stylua: ignore
-  function client.run(worker, command, user)
+  function client.run(worker, command, user, option)
     return process.run({
       "ssh", "-F", "none", "-i", directory .. "/key", "-o", "IdentitiesOnly=yes",
       "-o", "StrictHostKeyChecking=yes", "-o", "UserKnownHostsFile=" .. directory .. "/known_hosts",
       "-o", "GlobalKnownHostsFile=none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
-      "-p", simulator.env.CIRANDA_SSH_PORT, (user or "alice") .. "@" .. client.endpoints[worker + 1].ipAddress,
+      option or "-T", "-p", simulator.env.CIRANDA_SSH_PORT,
+      (user or "alice") .. "@" .. client.endpoints[worker + 1].ipAddress,
       command, timeout = 30,
     })
   end

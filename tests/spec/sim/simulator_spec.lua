@@ -115,6 +115,12 @@ for _, mode in ipairs({ "auto", "none" }) do
       assert.are_not.equal(before, ssh.run(1, boot_id).stdout)
     end)
 
+    it("gives terminals", function()
+      local result = ssh.run(0, "tty; stty size", nil, "-tt")
+      assert.are.equal(0, result.code, result.stdout .. result.stderr)
+      assert.is_truthy(result.stdout:find("^/dev/pts/%d+\r\n%d+ %d+\r\n"), result.stdout)
+    end)
+
     it("lets in whom a patch of the metadata names", function()
       assert.are_not.equal(0, ssh.run(0, "true", "bob").code)
       local status = curl(
