@@ -7,10 +7,6 @@
 #define CIR_MODULES_H
 
 #include <lua.h>
-#pragma weak luaopen_ciranda_core_http
-#pragma weak luaopen_ciranda_core_server
-#pragma weak luaopen_ciranda_core_ssh
-#pragma weak luaopen_ciranda_core_crypto
 
 int luaopen_ciranda_core_engine(lua_State *L); /* ciranda.core.engine: runtime.c, interrupt.c */
 int luaopen_ciranda_core_http(lua_State *L);   /* ciranda.core.http:   http_client.c */

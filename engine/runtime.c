@@ -290,11 +290,7 @@ static const luaL_Reg PRELOAD[] = {{"luv", open_luv},
 static int boot(lua_State *L) {
   luaL_openlibs(L);
   luaL_getsubtable(L, LUA_REGISTRYINDEX, LUA_PRELOAD_TABLE);
-  for (const luaL_Reg *module = PRELOAD; module->name != NULL; module++)
-    if (module->func != NULL) {
-      lua_pushcfunction(L, module->func);
-      lua_setfield(L, -2, module->name);
-    }
+  luaL_setfuncs(L, PRELOAD, 0);
   lua_pop(L, 1);
 
   lua_getglobal(L, "package");
