@@ -25,7 +25,8 @@
  *    answer 0, is not asked.
  * 2. Any call may take packets of any channel off the socket. A loop that reads one stream until
  *    EAGAIN, then the next, and then waits for the socket, stalls with data already in the queue.
- *    So the pump runs everything again until a pass in which nothing was received or consumed.
+ *    So the pump runs everything again until a pass in which nothing was received or consumed, and
+ *    until libssh2, whose buffer may hold further packets, has asked for more and got nothing.
  * 3. libssh2 fails a request when the answer to another channel's request arrives first. So one
  *    request that has an answer is under way a session (the operations queue), and one that was
  *    given up keeps its place until its channel is closed, after which no answer can come.
@@ -35,8 +36,8 @@
  *    deadline's clock starts when its phase starts.
  * 6. Freeing may answer EAGAIN for ever on a dead peer: the transport is closed first, after which
  *    its callbacks fail instead, and the number of attempts is bounded.
- * 7. libssh2's keepalive leaks a packet an answer. We ask for a channel request that is always
- *    refused, or open and close a channel, only once the user is authenticated, and count silence.
+ * 7. libssh2's keepalive leaks a packet an answer. We open and close a channel instead, which every
+ *    server answers, only once the user is authenticated, and count silence.
  * 8. One session may not hold up the others: a pump reads CIR_SSH_ALLOWANCE bytes at most, and all
  *    pumps of a turn share CIR_SSH_TURN_NS; the rest is done on the next turn.
  *
@@ -210,6 +211,7 @@ struct cir_ssh_session {
   char disconnect[200];       /* the peer's parting words */
   bool authenticated, pumping, again, starved, scheduled;
   bool unread; /* the transport has something, and nobody has asked for it in this pump */
+  bool dry;    /* libssh2 has dealt with all that it has received */
   bool deaf;   /* nobody will: not watched until something changes */
   bool hangup; /* the peer has closed its side */
   bool buried; /* dead, and everyone has been told */
@@ -274,9 +276,12 @@ cir_ssh_channel *cir_ssh_channel_find(cir_ssh_session *session, uint32_t number)
 void cir_ssh_channel_status(cir_ssh_channel *channel, uint32_t status);
 void cir_ssh_channel_signalled(cir_ssh_channel *channel, cir_span name, cir_span message);
 
-/* A channel of libssh2 that is open on both sides, or NULL; and whether this one still is there. */
+/* A channel of libssh2 that is open on both sides, or NULL. */
 LIBSSH2_CHANNEL *cir_ssh_channels_any(const cir_ssh_session *session);
-bool cir_ssh_channels_have(const cir_ssh_session *session, const LIBSSH2_CHANNEL *raw);
+
+/* Close this one, which was opened for nothing, in the background. False when there is no memory.
+ */
+bool cir_ssh_channels_adopt(cir_ssh_session *session, LIBSSH2_CHANNEL *raw);
 
 /* --- tables of methods -------------------------------------------------------------------------
  */

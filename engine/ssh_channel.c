@@ -9,6 +9,34 @@
 
 enum { STDOUT = 0, STDERR = SSH_EXTENDED_DATA_STDERR };
 
+cir_ssh_channel *cir_ssh_channel_new(cir_ssh_session *session) {
+  cir_ssh_channel *channel = calloc(1, sizeof *channel);
+  if (channel == NULL)
+    return NULL;
+  channel->session = session;
+  cir_ssh_hold(session);
+  channel->holds = 1;
+  channel->anchor = LUA_NOREF;
+  channel->on_read = channel->on_exit = channel->on_close = CIR_NO_CALLBACK;
+  return channel;
+}
+
+void cir_ssh_channel_enter(cir_ssh_channel *channel, LIBSSH2_CHANNEL *raw) {
+  cir_ssh_session *session = channel->session;
+  channel->raw = raw;
+  channel->number = session->confirmed_channel;
+  channel->next = session->channels;
+  session->channels = channel;
+  channel->holds++;
+}
+
+void cir_ssh_channel_discard(cir_ssh_channel *channel) {
+  enum { PATIENCE_MS = 10000 };
+  channel->state = CIR_SSH_CLOSING;
+  channel->ended = true;
+  channel->close_deadline = cir_ssh_now(channel->session) + PATIENCE_MS;
+}
+
 void cir_ssh_channel_release(cir_ssh_channel *channel) {
   if (--channel->holds > 0)
     return;
@@ -377,9 +405,12 @@ LIBSSH2_CHANNEL *cir_ssh_channels_any(const cir_ssh_session *session) {
   return channel != NULL ? channel->raw : NULL;
 }
 
-bool cir_ssh_channels_have(const cir_ssh_session *session, const LIBSSH2_CHANNEL *raw) {
-  cir_ssh_channel *channel = session->channels;
-  while (channel != NULL && channel->raw != raw)
-    channel = channel->next;
-  return channel != NULL;
+bool cir_ssh_channels_adopt(cir_ssh_session *session, LIBSSH2_CHANNEL *raw) {
+  cir_ssh_channel *channel = cir_ssh_channel_new(session);
+  if (channel == NULL)
+    return false;
+  cir_ssh_channel_enter(channel, raw);
+  cir_ssh_channel_discard(channel);
+  cir_ssh_channel_release(channel);
+  return true;
 }

@@ -41,6 +41,15 @@ struct cir_ssh_channel {
   cir_ssh_fault fault; /* why it ended, when not in order; its code is NULL else */
 };
 
+/* A channel that the operation has a share in; NULL when there is no memory. */
+cir_ssh_channel *cir_ssh_channel_new(cir_ssh_session *session);
+
+/* Enter an open channel into the session's list, which takes a share. */
+void cir_ssh_channel_enter(cir_ssh_channel *channel, LIBSSH2_CHANNEL *raw);
+
+/* Close it without waiting: nothing that is asked on it can be answered any more. */
+void cir_ssh_channel_discard(cir_ssh_channel *channel);
+
 /* Give back a share in the channel's memory: the list's, the userdata's or the operation's. */
 void cir_ssh_channel_release(cir_ssh_channel *channel);
 

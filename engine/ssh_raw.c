@@ -163,6 +163,7 @@ static LIBSSH2_RECV_FUNC(on_receive) {
     return -EAGAIN;
   }
   ssize_t count = session->transport->kind->receive(session->transport, buffer, length);
+  session->dry = count == -EAGAIN;
   if (count > 0) {
     session->received += (uint64_t)count;
     session->allowance -= (size_t)count < session->allowance ? (size_t)count : session->allowance;

@@ -175,7 +175,8 @@ static void pump(cir_ssh_session *session) {
     again = cir_ssh_operations_step(session);
     if (session->state != CIR_SSH_DEAD && session->raw != NULL && session->authenticated)
       again = cir_ssh_channels_step(session) || again;
-    if (session->state != CIR_SSH_DEAD && session->unread && session->authenticated)
+    if (session->state != CIR_SSH_DEAD && (session->unread || !session->dry) &&
+        session->authenticated)
       drain(session);
     if (session->state != CIR_SSH_DEAD)
       flush(session);
@@ -231,53 +232,20 @@ void cir_ssh_transport_event(cir_ssh_session *session, bool hangup) {
 /* --- keepalive ---------------------------------------------------------------------------------
  */
 
-typedef struct ping {
-  cir_ssh_operation base;
-  LIBSSH2_CHANNEL *opened; /* one of its own, while no other is there */
-  LIBSSH2_CHANNEL *asked;
-} ping;
-
 /*
- * A question that every server answers: on a channel that is there, an environment variable, which
- * a running command refuses; else a channel is opened and closed again, and kept as the spare.
+ * A question that every server answers, if only by a refusal: a channel is opened. It is closed
+ * again in the background, and may become the spare.
  */
 static cir_ssh_progress step_ping(cir_ssh_operation *operation) {
-  ping *self = CIR_CONTAINER_OF(operation, ping, base);
   cir_ssh_session *session = operation->session;
-  int error;
-  LIBSSH2_CHANNEL *channel = cir_ssh_channels_any(session);
-  if (self->asked == NULL && self->opened == NULL)
-    self->asked = channel;
-  if (self->asked != NULL) {
-    if (!cir_ssh_channels_have(session, self->asked)) /* closed meanwhile: an answer too */
-      return CIR_SSH_DONE;
-    error = libssh2_channel_setenv_ex(self->asked, "CIRANDA_PING", 12, "", 0);
-    if (error == LIBSSH2_ERROR_EAGAIN)
-      return CIR_SSH_AGAIN;
-    if (error != 0 && !cir_ssh_survives(session, error))
-      return cir_ssh_die_of(session, "session", error);
-    return CIR_SSH_DONE;
-  }
-  if (self->opened == NULL) {
-    self->opened = libssh2_channel_open_session(session->raw);
-    if (self->opened == NULL) {
-      error = libssh2_session_last_errno(session->raw);
-      if (error == LIBSSH2_ERROR_EAGAIN)
-        return CIR_SSH_AGAIN;
-      return cir_ssh_survives(session, error) ? CIR_SSH_DONE
-                                              : cir_ssh_die_of(session, "session", error);
-    }
-  }
-  error = libssh2_channel_close(self->opened);
+  LIBSSH2_CHANNEL *channel = libssh2_channel_open_session(session->raw);
+  if (channel != NULL)
+    return cir_ssh_channels_adopt(session, channel) ? CIR_SSH_DONE : CIR_SSH_FAILED;
+  int error = libssh2_session_last_errno(session->raw);
   if (error == LIBSSH2_ERROR_EAGAIN)
     return CIR_SSH_AGAIN;
-  if (error != 0 && !cir_ssh_survives(session, error))
-    return cir_ssh_die_of(session, "session", error);
-  if (session->spare == NULL)
-    session->spare = self->opened;
-  else
-    libssh2_channel_free(self->opened);
-  return CIR_SSH_DONE;
+  return cir_ssh_survives(session, error) ? CIR_SSH_DONE
+                                          : cir_ssh_die_of(session, "session", error);
 }
 
 static int push_nothing(cir_ssh_operation *operation, lua_State *L) {
@@ -306,15 +274,15 @@ static void tick(cir_ssh_session *session) {
   }
   if (session->operations != NULL) /* it asks already, or waits for an answer */
     return;
-  ping *self = calloc(1, sizeof *self);
-  if (self == NULL)
+  cir_ssh_operation *ping = calloc(1, sizeof *ping);
+  if (ping == NULL)
     return;
-  self->base.kind = &PING;
-  self->base.session = session;
-  self->base.on_done = CIR_NO_CALLBACK;
-  self->base.anchor = LUA_NOREF;
-  self->base.reported = true;
-  session->operations = &self->base;
+  ping->kind = &PING;
+  ping->session = session;
+  ping->on_done = CIR_NO_CALLBACK;
+  ping->anchor = LUA_NOREF;
+  ping->reported = true;
+  session->operations = ping;
 }
 
 static void on_alarm(uv_timer_t *timer) {

@@ -31,27 +31,28 @@ typedef struct start {
   bool abandoned;
 } start;
 
-/* The request has failed after the channel was opened: close that before the fault is reported. */
-static cir_ssh_progress step_start(cir_ssh_operation *operation);
-
+/*
+ * The request has been refused, or its channel has been closed: no answer is due any more, so the
+ * channel is closed in the background and the next operation may begin.
+ */
 static cir_ssh_progress start_failed(start *self, int error, const char *code, const char *what) {
   if (!cir_ssh_survives(self->base.session, error))
     return cir_ssh_die_of(self->base.session, "exec", error);
   cir_ssh_fault_set(&self->base.fault, code, "exec", "%s", what);
-  self->base.deadline = 0;
-  self->phase = GIVE_BACK;
-  return step_start(&self->base);
+  cir_ssh_channel_discard(self->channel);
+  return CIR_SSH_FAILED;
 }
 
 static cir_ssh_progress step_open(start *self) {
   cir_ssh_session *session = self->base.session;
   cir_ssh_channel *channel = self->channel;
+  LIBSSH2_CHANNEL *raw;
   if (self->request != NULL)
-    channel->raw = libssh2_channel_open_ex(session->raw, "session", sizeof "session" - 1,
-                                           self->window, PACKET, NULL, 0);
+    raw = libssh2_channel_open_ex(session->raw, "session", sizeof "session" - 1, self->window,
+                                  PACKET, NULL, 0);
   else
-    channel->raw = libssh2_channel_direct_tcpip(session->raw, self->text, self->port);
-  if (channel->raw == NULL) {
+    raw = libssh2_channel_direct_tcpip(session->raw, self->text, self->port);
+  if (raw == NULL) {
     int error = libssh2_session_last_errno(session->raw);
     char *why = NULL;
     if (error == LIBSSH2_ERROR_EAGAIN)
@@ -64,15 +65,15 @@ static cir_ssh_progress step_open(start *self) {
     self->base.fault.reason = "channel_refused";
     return CIR_SSH_FAILED;
   }
-  channel->number = session->confirmed_channel;
-  channel->next = session->channels;
-  session->channels = channel;
-  channel->holds++;
+  cir_ssh_channel_enter(channel, raw);
   self->phase = self->abandoned ? GIVE_BACK : self->request == NULL ? REQUEST : ENVIRONMENT;
   return CIR_SSH_DONE;
 }
 
-/* Close the channel that was opened for nothing, and take it off the list. Rule 3 in ssh.h. */
+/*
+ * It was given up before an answer came. The channel is closed, and the operation keeps its place
+ * until the server has closed it too: then no answer can come any more. Rule 3 in ssh.h.
+ */
 static cir_ssh_progress step_give_back(start *self) {
   cir_ssh_session *session = self->base.session;
   cir_ssh_channel *channel = self->channel;
@@ -224,19 +225,13 @@ static const char *copy_environment(lua_State *L, int index, start *self) {
 /* A channel that is to be opened, and the operation for it; raises. Nothing leaks. [-0, +0, m] */
 static start *new_start(lua_State *L, cir_ssh_session *session, uint64_t timeout) {
   start *self = calloc(1, sizeof *self);
-  cir_ssh_channel *channel = calloc(1, sizeof *channel);
-  if (self == NULL || channel == NULL) {
+  if (self != NULL)
+    self->channel = cir_ssh_channel_new(session);
+  if (self == NULL || self->channel == NULL) {
     free(self);
-    free(channel);
     luaL_error(L, "out of memory");
     return NULL;
   }
-  channel->session = session;
-  cir_ssh_hold(session);
-  channel->holds = 1;
-  channel->anchor = LUA_NOREF;
-  channel->on_read = channel->on_exit = channel->on_close = CIR_NO_CALLBACK;
-  self->channel = channel;
   self->base.kind = &START;
   self->base.session = session;
   self->base.timeout = timeout;

@@ -77,4 +77,4 @@ fi
 [ ! -e "$scratch/none" ] || fail "it left a prefix behind"
 set -- "$scratch"/none.work.*
 [ ! -e "$1" ] || fail "it left its working directory behind"
-echo "libssh2.sh: good"
+echo '{"e2e": "libssh2", "passed": 5, "failed": 0}'

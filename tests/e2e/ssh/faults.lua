@@ -1,0 +1,263 @@
+-- The cases of tests/e2e/ssh.sh. The argument is the directory of the scripted server.
+local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
+local ssh = require("ciranda.ssh")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local server_directory = arg[1]
+local scratch = fs.tempdir("ciranda-ssh-faults")
+
+-- The server ------------------------------------------------------------------------------------------------------
+
+local function keygen(name)
+  local path = scratch .. "/" .. name
+  process.run({ "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path }):check()
+  return path
+end
+
+local host_key, user_key = keygen("host"), keygen("user")
+local pin = fs.read(host_key .. ".pub")
+
+local function start()
+  for _ = 1, 20 do
+    local address = ("127.%d.%d.%d"):format(math.random(60, 250), math.random(0, 250), math.random(1, 250))
+    local port = math.random(20000, 29000)
+    local node = process.spawn({
+      "node",
+      server_directory .. "/server.js",
+      host_key,
+      address,
+      tostring(port),
+      stdin = process.PIPE,
+      stdout = process.PIPE,
+      stderr = process.INHERIT,
+    })
+    local said = node.stdout:read()
+    if said and said:find("ready", 1, true) then
+      return node, address, port
+    end
+    node:close()
+  end
+  error("the scripted server does not start")
+end
+
+local node, address, port = start()
+
+local function options(user, others)
+  local all = {
+    host = address,
+    port = port,
+    user = user,
+    keys = { user_key },
+    agent = false,
+    config = false,
+    known_hosts = false,
+    pins = { pin },
+    keepalive = false,
+    timeouts = { connect = 3, banner = 3, kex = 3, auth = 3, channel = 3 },
+  }
+  for name, value in pairs(others or {}) do
+    all[name] = value
+  end
+  return all
+end
+
+-- Cases -----------------------------------------------------------------------------------------------------------
+
+local passed, failures = 0, {}
+
+local function case(name, fn)
+  local began = uv.hrtime()
+  local ok, err = pcall(task.timeout, 30, fn)
+  local took = (uv.hrtime() - began) / 1e9
+  if ok then
+    passed = passed + 1
+    print(("ok    %-60s %.2f s"):format(name, took))
+  else
+    failures[#failures + 1] = name
+    print(("FAIL  %-60s %.2f s\n      %s"):format(name, took, errors.text(err)))
+  end
+end
+
+--- The call fails with one of these codes, names the host, and takes about this long at most.
+local function fails(codes, phase, seconds, fn, ...)
+  local began = uv.hrtime()
+  local ok, err = pcall(fn, ...)
+  local took = (uv.hrtime() - began) / 1e9
+  assert(not ok, "it should have failed")
+  assert(errors.is(err, table.unpack(codes)), ("code %s: %s"):format(tostring(err.code), errors.text(err)))
+  assert(not phase or err.phase == phase, ("phase %s: %s"):format(tostring(err.phase), errors.text(err)))
+  assert(tostring(err):find(address, 1, true), "the host is not named: " .. tostring(err))
+  assert(took < seconds, ("it took %.1f s"):format(took))
+  return err
+end
+
+case("control: a command's output and status", function()
+  local connection <close> = ssh.connect(options("plain"))
+  local result = connection:exec("echo hello")
+  assert(result.stdout == "hello\n" and result.code == 0)
+  assert(connection:exec("nonsense").code == 127)
+end)
+
+case("no exit status is not taken for success", function()
+  local connection <close> = ssh.connect(options("nostatus"))
+  local result = connection:exec("anything")
+  assert(result.stdout == "some output\n")
+  assert(result.code == nil and result.signal == nil)
+  assert(result:reason() == "no exit status")
+  assert(not pcall(result.check, result))
+end)
+
+case("an exit signal with its words", function()
+  local connection <close> = ssh.connect(options("signal"))
+  local result = connection:exec("anything")
+  assert(result.code == nil and result.signal == "SEGV" and result.message == "memory fault")
+end)
+
+case("both streams in turn, in full", function()
+  local connection <close> = ssh.connect(options("plain"))
+  local result = connection:exec("noise 4000")
+  assert(result.code == 0)
+  assert(result.stdout == ("o"):rep(4000000) and result.stderr == ("e"):rep(4000000))
+end)
+
+case("many channels at once that all write much", function()
+  local connection <close> = ssh.connect(options("plain"))
+  local results = task.map({ 1, 2, 3, 4, 5, 6, 7, 8 }, function()
+    return connection:exec("zeroes 3000000")
+  end)
+  for _, result in ipairs(results) do
+    assert(result.code == 0 and #result.stdout == 3000000)
+  end
+end)
+
+case("a command that is refused", function()
+  local connection <close> = ssh.connect(options("noexec"))
+  fails({ "refused" }, "exec", 2, connection.exec, connection, "x")
+  -- The connection is still good.
+  fails({ "refused" }, "exec", 2, connection.exec, connection, "x")
+end)
+
+case("a channel that is refused", function()
+  local connection <close> = ssh.connect(options("nochannel"))
+  fails({ "refused" }, "channel", 2, connection.exec, connection, "x")
+end)
+
+case("a command that is never answered", function()
+  local connection <close> = ssh.connect(options("noanswer", { timeouts = { channel = 0.5 } }))
+  fails({ "timeout" }, "exec", 2, connection.exec, connection, "x")
+  assert(connection:is_open())
+end)
+
+case("a channel that is never answered", function()
+  local connection <close> = ssh.connect(options("silentchannel", { timeouts = { channel = 0.5 } }))
+  fails({ "timeout" }, "channel", 2, connection.exec, connection, "x")
+end)
+
+case("a silent server is lost when it is asked", function()
+  local connection <close> =
+    ssh.connect(options("silentchannel", { keepalive = { interval = 0.2, count = 2 } }))
+  task.sleep(1.5)
+  assert(not connection:is_open())
+  fails({ "lost" }, nil, 1, connection.exec, connection, "x")
+end)
+
+case("control: a server that answers is not lost", function()
+  local connection <close> = ssh.connect(options("plain", { keepalive = { interval = 0.2, count = 2 } }))
+  local _ <close> = connection:start("hold")
+  task.sleep(1.5)
+  assert(connection:is_open())
+end)
+
+case("a channel that the server never closes", function()
+  local connection <close> = ssh.connect(options("neverclose"))
+  local channel = connection:start("x")
+  assert(channel:wait().code == 0)
+  fails({ "timeout" }, "exec", 2, connection.exec, connection, "x", { timeout = 0.5 })
+  channel:close()
+end)
+
+case("a reset while a command starts", function()
+  local connection <close> = ssh.connect(options("resetexec"))
+  fails({ "reset", "closed" }, nil, 2, connection.exec, connection, "x")
+  assert(not connection:is_open())
+end)
+
+case("an end while a command starts", function()
+  local connection <close> = ssh.connect(options("closeexec"))
+  fails({ "closed", "reset" }, nil, 2, connection.exec, connection, "x")
+end)
+
+case("a server that says goodbye", function()
+  local connection <close> = ssh.connect(options("goodbye"))
+  fails({ "closed" }, nil, 2, connection.exec, connection, "x")
+end)
+
+case("a server that stops reading, while we write", function()
+  local connection <close> =
+    ssh.connect(options("stopreading", { keepalive = { interval = 0.3, count = 2 } }))
+  local channel = connection:start("x")
+  fails({ "lost" }, nil, 5, function()
+    for _ = 1, 1000 do
+      channel:write(("w"):rep(1000000))
+    end
+  end)
+end)
+
+case("a server that never answers the login", function()
+  fails({ "timeout" }, "auth", 2, ssh.connect, options("authstall", { timeouts = { auth = 0.5 } }))
+end)
+
+case("control: one that is slow to", function()
+  local connection <close> = ssh.connect(options("authslow"))
+  assert(connection:exec("echo x").code == 0)
+end)
+
+case("a reset during the login", function()
+  fails({ "auth", "reset", "closed" }, "auth", 2, ssh.connect, options("authreset"))
+end)
+
+case("a key that is taken and a signature that is refused", function()
+  local err = fails({ "auth" }, "auth", 2, ssh.connect, options("sigrefused"))
+  assert(err.reason == "signature_refused", err.reason)
+end)
+
+case("silence before the identification", function()
+  fails(
+    { "timeout" },
+    "banner",
+    2,
+    ssh.connect,
+    options("plain", { port = port + 1, timeouts = { banner = 0.5 } })
+  )
+end)
+
+case("a reset after the identification", function()
+  fails({ "reset", "closed" }, "kex", 2, ssh.connect, options("plain", { port = port + 2 }))
+end)
+
+case("an end in the middle of the key exchange", function()
+  fails({ "closed", "reset", "protocol" }, "kex", 2, ssh.connect, options("plain", { port = port + 3 }))
+end)
+
+case("nothing is left open after all that", function()
+  collectgarbage()
+  task.sleep(0.2)
+  local open = 0
+  for _, entry in ipairs(fs.list("/proc/self/fd")) do
+    local ok, target = pcall(fs.readlink, "/proc/self/fd/" .. entry.name)
+    if ok and target:find("^socket:") then
+      open = open + 1
+    end
+  end
+  -- The pipes to the scripted server are sockets of ours.
+  assert(open <= 2, ("%d sockets are open"):format(open))
+end)
+
+node:close()
+fs.remove_tree(scratch)
+print(json.encode({ e2e = "ssh", passed = passed, failed = #failures }))
+os.exit(#failures == 0 and 0 or 1)
