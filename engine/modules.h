@@ -9,12 +9,11 @@
 #include <lua.h>
 
 int luaopen_ciranda_core_engine(lua_State *L); /* ciranda.core.engine: runtime.c, interrupt.c */
-int luaopen_ciranda_core_http(lua_State *L);   /* ciranda.core.http:   http_client.c */
+int luaopen_ciranda_core_http(lua_State *L);   /* ciranda.core.http: http_client.c */
 int luaopen_ciranda_core_server(lua_State *L); /* ciranda.core.server: http_server.c */
-int luaopen_ciranda_core_ssh(
-    lua_State *L); /* ciranda.core.ssh:    ssh_session.c, ssh_channel.c, ... */
+int luaopen_ciranda_core_ssh(lua_State *L);    /* ciranda.core.ssh: ssh_module.c */
 int luaopen_ciranda_core_crypto(lua_State *L); /* ciranda.core.crypto: crypto.c */
-int luaopen_ciranda_core_edit(lua_State *L);   /* ciranda.core.edit:   line_editor.c */
+int luaopen_ciranda_core_edit(lua_State *L);   /* ciranda.core.edit: line_editor.c */
 int luaopen_ciranda_core_keeper(lua_State *L); /* ciranda.core.keeper: keeper.c */
 
 #endif
