@@ -1,0 +1,264 @@
+--- Lists of things, as gcloud prints them: columns, --filter, --format=json|value(FIELD).
+--
+--     tables.print(messages, {
+--       columns = { { "NAME", tables.short("name") }, { "STATE", "state.state" } },
+--       filter = flags.filter,
+--       format = flags.format,
+--     })
+local err = require("ciranda.io.error")
+local json = require("ciranda.io.json")
+
+local M = {}
+
+---@class ciranda.cli.Column
+---@field [1] string the heading
+---@field [2] string|fun(item: table): any the field's path, or what makes the cell
+
+--- The flags of recipes that print lists.
+---@type ciranda.cli.Flag[]
+M.flags = {
+  {
+    name = "filter",
+    help = "Of list: FIELD=VALUE, FIELD!=VALUE or FIELD:PART, joined by AND, such as state=READY; or a word: a state, "
+      .. "or a part of the name.",
+  },
+  {
+    name = "format",
+    help = "Of list and describe: json, or value(FIELD,...) such as value(name.basename()).",
+  },
+}
+
+---@param format string
+local function usage(format, ...)
+  err.raise({ code = "usage", op = "list", message = format:format(...) })
+end
+
+--- A field by its path: "state.state", "tpu.nodeSpec[0].nodeId"; ".basename()" at its end gives a name without the
+--- names before it.
+---@param item table
+---@param path string
+---@return any value nil when it is not there
+function M.field(item, path)
+  local plain = path:match("^(.*)%.basename%(%)$")
+  local value = item
+  for piece in (plain or path):gmatch("[^.]+") do
+    local name, index = piece:match("^([^%[]*)%[(%d+)%]$")
+    value = type(value) == "table" and value[name or piece] or nil
+    if index then
+      value = type(value) == "table" and value[math.tointeger(tonumber(index)) + 1] or nil
+    end
+  end
+  if plain and type(value) == "string" then
+    return value:match("[^/]*$")
+  end
+  return value
+end
+
+--- What makes a cell of the last part of a name such as "projects/P/locations/Z/nodes/N".
+---@param path string
+---@return fun(item: table): string?
+function M.short(path)
+  return function(item)
+    return M.field(item, path .. ".basename()")
+  end
+end
+
+--- The zone in an item's full name.
+---@param item { name: string }
+---@return string?
+function M.zone(item)
+  return item.name:match("/locations/([^/]+)/")
+end
+
+---@param value any
+---@return string
+local function text_of(value)
+  if value == nil or value == json.null then
+    return ""
+  end
+  return type(value) == "table" and json.encode(value) or tostring(value)
+end
+
+-- Filters -----------------------------------------------------------------------------------------------------------
+
+local COMPARE = {
+  ["="] = function(text, wanted)
+    return text:lower() == wanted:lower()
+  end,
+  [":"] = function(text, wanted)
+    return text:lower():find(wanted:lower(), 1, true) ~= nil
+  end,
+}
+COMPARE["!="] = function(text, wanted)
+  return not COMPARE["="](text, wanted)
+end
+
+--- One term of a filter as a test.
+---@param term string
+---@return fun(item: table): boolean
+local function test_of(term)
+  local path, operator, wanted = term:match("^([%a_][%w_.%[%]-]*)([!=:]=?)(.*)$")
+  if not path then
+    if term:match("[=<>~:!()]") then
+      usage("--filter: %q is none of FIELD=VALUE, FIELD!=VALUE, FIELD:PART or a word", term)
+    end
+    return function(item)
+      local state = M.field(item, "state.state") or item.state
+      local name = text_of(item.name):match("[^/]*$")
+      return state == term:upper() or name:find(term, 1, true) ~= nil
+    end
+  end
+  local compare = COMPARE[operator]
+  if not compare then
+    usage("--filter: %q has %s, but takes =, != or :", term, operator)
+  end
+  wanted = wanted:match('^"(.*)"$') or wanted:match("^'(.*)'$") or wanted
+  return function(item)
+    local text = text_of(M.field(item, path))
+    -- A message's state is itself a message in queued resources; its name is what is meant.
+    if path == "state" and type(item.state) == "table" then
+      text = text_of(item.state.state)
+    end
+    return compare(text, wanted) or operator ~= "!=" and compare(text:match("[^/]*$"), wanted)
+  end
+end
+
+--- A filter as a test.
+---@param text string?
+---@return fun(item: table): boolean
+-- Raises "usage" for what it does not understand.
+function M.filter(text)
+  local tests = {}
+  for _, alternative in ipairs({ " OR ", " NOT ", " (" }) do
+    if (" " .. (text or "")):find(alternative, 1, true) then
+      usage("--filter: %s is not understood; terms are joined by AND", alternative:match("%S+"))
+    end
+  end
+  for term in (text or ""):gsub(" [Aa][Nn][Dd] ", "\0"):gmatch("[^%z]+") do
+    tests[#tests + 1] = test_of(term:match("^%s*(.-)%s*$"))
+  end
+  return function(item)
+    for _, test in ipairs(tests) do
+      if not test(item) then
+        return false
+      end
+    end
+    return true
+  end
+end
+
+-- Output ------------------------------------------------------------------------------------------------------------
+
+--- Rows as aligned columns, one line each, without blanks at the ends.
+---@param rows string[][]
+---@return string text without a last newline
+function M.text(rows)
+  local widths = {}
+  for _, cells in ipairs(rows) do
+    for column, cell in ipairs(cells) do
+      widths[column] = math.max(widths[column] or 0, utf8.len(cell) or #cell)
+    end
+  end
+  local lines = {}
+  for place, cells in ipairs(rows) do
+    local line = {}
+    for column, cell in ipairs(cells) do
+      line[column] = cell .. (" "):rep(widths[column] - (utf8.len(cell) or #cell))
+    end
+    lines[place] = table.concat(line, "  "):gsub("%s+$", "")
+  end
+  return table.concat(lines, "\n")
+end
+
+--- The fields of "value(A,B)", or nil.
+---@param format string?
+---@return string[]?
+local function value_fields(format)
+  local inside = format and format:match("^value%((.+)%)$")
+  if not inside then
+    return nil
+  end
+  local fields = {}
+  for field in inside:gmatch("[^,]+") do
+    fields[#fields + 1] = field:match("^%s*(.-)%s*$")
+  end
+  return fields
+end
+
+--- Refuses a format that there is none of, before anything is asked.
+---@param format string?
+-- Raises "usage".
+function M.check_format(format)
+  if format and format ~= "json" and not value_fields(format) then
+    usage("--format is %q, but takes json or value(FIELD,...)", format)
+  end
+end
+
+---@param item table
+---@param fields string[]
+local function print_values(item, fields)
+  local cells = {}
+  for place, path in ipairs(fields) do
+    cells[place] = text_of(M.field(item, path))
+  end
+  io.write(table.concat(cells, "\t"), "\n")
+end
+
+--- Prints a list on standard output.
+---@param items table[]
+---@param options { columns: ciranda.cli.Column[], filter: string?, format: string? }
+-- Raises "usage" for the filter or the format.
+function M.print(items, options)
+  M.check_format(options.format)
+  local matches, chosen = M.filter(options.filter), {}
+  for _, item in ipairs(items) do
+    if matches(item) then
+      chosen[#chosen + 1] = item
+    end
+  end
+  local fields = value_fields(options.format)
+  if fields then
+    for _, item in ipairs(chosen) do
+      print_values(item, fields)
+    end
+    return
+  elseif options.format == "json" then
+    io.write(json.encode(json.array(chosen), { indent = true }), "\n")
+    return
+  end
+  local rows = { {} }
+  for place, column in ipairs(options.columns) do
+    rows[1][place] = column[1]
+  end
+  for _, item in ipairs(chosen) do
+    local row = {}
+    for place, column in ipairs(options.columns) do
+      local make = column[2]
+      local cell
+      if type(make) == "function" then
+        cell = text_of(make(item))
+      else
+        cell = text_of(M.field(item, make))
+      end
+      row[place] = cell == "" and "-" or cell
+    end
+    rows[#rows + 1] = row
+  end
+  io.write(M.text(rows), "\n")
+end
+
+--- Prints one thing: JSON, or some of its fields.
+---@param item table
+---@param format string?
+-- Raises "usage" for the format.
+function M.print_one(item, format)
+  M.check_format(format)
+  local fields = value_fields(format)
+  if fields then
+    print_values(item, fields)
+  else
+    io.write(json.encode(item, { indent = true }), "\n")
+  end
+end
+
+return M
