@@ -38,6 +38,7 @@ local TAIL = 65536
 ---@field go_timeout number? seconds to start all (120)
 ---@field lost_after number? seconds without an answer after which a worker is lost (180)
 ---@field failure_grace number? seconds between TERM and KILL for the others when one has failed (30)
+---@field window number? seconds after a first failure in which those of others are awaited before one is named (2)
 ---@field on_change fun(gang: ciranda.run.Gang)? a phase has changed
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field on_outcome fun(outcome: ciranda.run.Outcome)? a worker has ended
@@ -447,7 +448,10 @@ function Gang:watch()
       end
     end
     if first_seen and not told then
-      local window = only_consequences(outcomes) and CONSEQUENCE_WINDOW or WINDOW
+      local window = options.window or WINDOW
+      if only_consequences(outcomes) then
+        window = math.max(window, CONSEQUENCE_WINDOW)
+      end
       if running == 0 or now - first_seen >= window then
         told = verdict.first
         if options.on_failure then

@@ -138,7 +138,17 @@ function M.open(context)
   progress:say("%d slices found.", #slices)
   check(slices, flags, progress)
   M.refuse_own_worker(slices)
+  return M.of(slices, tpu, flags, progress)
+end
 
+--- The target of slices that are known already, as the flags say: which of them, how to log in.
+---@async
+---@param slices ciranda.Slice[]
+---@param tpu ciranda.gcp.Tpu? where the slices were found; nil for plain hosts
+---@param flags table
+---@param progress ciranda.cli.Progress
+---@return ciranda.run.Target
+function M.of(slices, tpu, flags, progress)
   local key, public
   if tpu then
     key, public = access.key(flags.ssh_key)

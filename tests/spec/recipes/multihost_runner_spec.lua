@@ -32,12 +32,13 @@ describe("multihost_runner on real sshds", function()
 
   it("sends the code, runs the command in ~/RUN_NAME, and shows worker 0 as it is", function()
     write("main.sh", "echo hello from $CIRANDA_SLICE_ID in $PWD\n")
-    local result = place:run("multihost_runner", { "--RUN_NAME=r1", "--COMMAND=sh main.sh" })
+    local result =
+      place:run("multihost_runner", { "--RUN_NAME=" .. place:name("r1"), "--COMMAND=sh main.sh" })
     assert.equal(0, result.code, result.err)
-    assert.equal(("hello from 0 in %s/r1\n"):format(place:home(0, 0)), result.out)
+    assert.equal(("hello from 0 in %s/%s\n"):format(place:home(0, 0), place:name("r1")), result.out)
     assert.matches(("%d slices found."):format(workers), result.err, 1, true)
     assert.matches(
-      ("Running main command, logs located in: %s/tmp/r1/"):format(place.root),
+      ("Running main command, logs located in: %s/tmp/%s/"):format(place.root, place:name("r1")),
       result.err,
       1,
       true
@@ -46,17 +47,20 @@ describe("multihost_runner on real sshds", function()
     assert.is_nil(first_failure_line(result.err))
     for slice = 0, workers - 1 do
       assert.equal(
-        ("hello from %d in %s/r1\n"):format(slice, place:home(slice, 0)),
-        fs.read(("%s/tmp/r1/output_slice_%04d_worker_0000.txt"):format(place.root, slice))
+        ("hello from %d in %s/%s\n"):format(slice, place:home(slice, 0), place:name("r1")),
+        fs.read(("%s/tmp/%s/output_slice_%04d_worker_0000.txt"):format(place.root, place:name("r1"), slice))
       )
     end
-    assert.equal("file", fs.exists(place.root .. "/tmp/r1/script_dir_zip_r1.tar.gz"))
+    assert.equal(
+      "file",
+      fs.exists(("%s/tmp/%s/script_dir_zip_%s.tar.gz"):format(place.root, place:name("r1"), place:name("r1")))
+    )
   end)
 
   it("gives a worker's own status, and names it first", function()
     local last = workers - 1
     local result = place:run("multihost_runner", {
-      "--RUN_NAME=r2",
+      "--RUN_NAME=" .. place:name("r2"),
       "--FAILURE_GRACE=1",
       ("--COMMAND=if [ $CIRANDA_SLICE_ID = %d ]; then exit 7; fi; sleep 60"):format(last),
     })
@@ -71,7 +75,7 @@ describe("multihost_runner on real sshds", function()
 
   it("gives 137 and says SIGKILL when the program is killed", function()
     local result = place:run("multihost_runner", {
-      "--RUN_NAME=r3",
+      "--RUN_NAME=" .. place:name("r3"),
       "--FAILURE_GRACE=1",
       "--COMMAND=if [ $CIRANDA_SLICE_ID = 0 ]; then kill -9 $$; fi; sleep 60",
     })
@@ -86,24 +90,29 @@ describe("multihost_runner on real sshds", function()
 
   it("keeps a command's own 2, 124 and 130 apart from ours by kind", function()
     for _, status in ipairs({ 2, 124, 130 }) do
-      local result = place:run("--json", { "multihost_runner", "--RUN_NAME=r4", "--COMMAND=exit " .. status })
+      local result = place:run(
+        "--json",
+        { "multihost_runner", "--RUN_NAME=" .. place:name("r4"), "--COMMAND=exit " .. status }
+      )
       assert.equal(status, result.code, result.err)
       local last = json.decode(result.out:match("([^\n]+)\n$"))
       assert.same({ "end", "user", status }, { last.event, last.kind, last.status })
     end
-    local result =
-      place:run("--json", { "multihost_runner", "--RUN_NAME=r4", "--COMMAND=true", "--GRACE=soon" })
+    local result = place:run(
+      "--json",
+      { "multihost_runner", "--RUN_NAME=" .. place:name("r4"), "--COMMAND=true", "--GRACE=soon" }
+    )
     assert.equal(2, result.code)
   end)
 
   it("saves and stops on SIGTERM with 143, and on SIGINT with 130", function()
     for name, status in pairs({ sigterm = 143, sigint = 130 }) do
       local running = place:start("multihost_runner", {
-        "--RUN_NAME=r5-" .. name,
+        "--RUN_NAME=" .. place:name("r5-" .. name),
         "--COMMAND=trap 'echo saving; exit 0' TERM; echo up; sleep 60 & wait",
       })
       for slice = 0, workers - 1 do
-        place:log_has("r5-" .. name, slice, 0, "up\n")
+        place:log_has(place:name("r5-" .. name), slice, 0, "up\n")
       end
       uv.kill(running.program.pid, name)
       local result = running.wait()
@@ -116,13 +125,13 @@ describe("multihost_runner on real sshds", function()
 
   it("loses nothing to kill -9 of the runner: attach brings the rest and the status", function()
     local running = place:start("multihost_runner", {
-      "--RUN_NAME=r6",
-      "--COMMAND=echo run >> ../runs-r6; for i in $(seq 40); do echo line $i; sleep 0.05; done; exit 3",
+      "--RUN_NAME=" .. place:name("r6"),
+      "--COMMAND=echo run >> runs; for i in $(seq 40); do echo line $i; sleep 0.05; done; exit 3",
     })
-    place:log_has("r6", 0, 0, "line 5\n")
+    place:log_has(place:name("r6"), 0, 0, "line 5\n")
     uv.kill(running.program.pid, "sigkill")
     running.wait()
-    local result = place:run("attach", { "r6" }, { fleet = false })
+    local result = place:run("attach", { place:name("r6") }, { fleet = false })
     assert.equal(3, result.code, result.err)
     local expected = {}
     for line = 1, 40 do
@@ -131,13 +140,13 @@ describe("multihost_runner on real sshds", function()
     for slice = 0, workers - 1 do
       assert.equal(
         table.concat(expected),
-        fs.read(("%s/tmp/r6/output_slice_%04d_worker_0000.txt"):format(place.root, slice))
+        fs.read(("%s/tmp/%s/output_slice_%04d_worker_0000.txt"):format(place.root, place:name("r6"), slice))
       )
-      assert.equal("run\n", fs.read(place:home(slice, 0) .. "/runs-r6"))
+      assert.equal("run\n", fs.read(("%s/%s/runs"):format(place:home(slice, 0), place:name("r6"))))
     end
-    local again = place:run("attach", { "r6" }, { fleet = false })
+    local again = place:run("attach", { place:name("r6") }, { fleet = false })
     assert.equal(1, again.code)
-    assert.matches("run r6 has ended: user, exit status 3", again.err, 1, true)
+    assert.matches("run " .. place:name("r6") .. " has ended: user, exit status 3", again.err, 1, true)
   end)
 
   it(
@@ -153,9 +162,9 @@ describe("multihost_runner on real sshds", function()
           "needs --RUN_NAME",
         },
         ["folder that is not there"] = {
-          { "--COMMAND=true", "--USE_EXISTING_FOLDER=1", "--RUN_NAME=nowhere" },
+          { "--COMMAND=true", "--USE_EXISTING_FOLDER=1", "--RUN_NAME=" .. place:name("nowhere") },
           1,
-          "there is no directory ~/nowhere",
+          "there is no directory ~/" .. place:name("nowhere"),
         },
         ["no fleet"] = { { "--COMMAND=true" }, 2, "Give --TPU_PREFIX", false },
       }) do
@@ -165,11 +174,14 @@ describe("multihost_runner on real sshds", function()
       end
       write(".gitignore", "weights.bin\n")
       write("weights.bin", "x")
-      local result = place:run("multihost_runner", { "--COMMAND=cat weights.bin", "--RUN_NAME=r7" })
+      local result =
+        place:run("multihost_runner", { "--COMMAND=cat weights.bin", "--RUN_NAME=" .. place:name("r7") })
       assert.equal(2, result.code)
       assert.matches("COMMAND names weights.bin, which is not sent", result.err, 1, true)
-      result =
-        place:run("multihost_runner", { "--COMMAND=cat weights.bin", "--RUN_NAME=r7", "--ALL_FILES=t" })
+      result = place:run(
+        "multihost_runner",
+        { "--COMMAND=cat weights.bin", "--RUN_NAME=" .. place:name("r7"), "--ALL_FILES=t" }
+      )
       assert.equal(0, result.code, result.err)
     end
   )
@@ -178,7 +190,7 @@ describe("multihost_runner on real sshds", function()
     local known = place.root .. "/runner/.ssh/known_hosts"
     local text = fs.read(known)
     fs.write(known, "", { sync = false })
-    local result = place:run("multihost_runner", { "--COMMAND=true", "--RUN_NAME=r8" })
+    local result = place:run("multihost_runner", { "--COMMAND=true", "--RUN_NAME=" .. place:name("r8") })
     fs.write(known, text, { sync = false })
     assert.equal(1, result.code)
     assert.matches("slice0/worker0 could not be staged", result.err, 1, true)
@@ -187,10 +199,10 @@ describe("multihost_runner on real sshds", function()
 
   it("makes again a connection that is cut while the command runs", function()
     local running = place:start("multihost_runner", {
-      "--RUN_NAME=r9",
-      "--COMMAND=echo run >> ../runs-r9; for i in $(seq 60); do echo line $i; sleep 0.05; done",
+      "--RUN_NAME=" .. place:name("r9"),
+      "--COMMAND=echo run >> runs; for i in $(seq 60); do echo line $i; sleep 0.05; done",
     })
-    place:log_has("r9", 0, 0, "line 10\n")
+    place:log_has(place:name("r9"), 0, 0, "line 10\n")
     -- The session's processes end, as when the network is cut; the listener stays.
     local server = place.servers["0/0"]
     for _, pid in ipairs(server:sessions()) do
@@ -206,6 +218,6 @@ describe("multihost_runner on real sshds", function()
       expected[line] = "line " .. line .. "\n"
     end
     assert.equal(table.concat(expected), result.out)
-    assert.equal("run\n", fs.read(place:home(0, 0) .. "/runs-r9"))
+    assert.equal("run\n", fs.read(("%s/%s/runs"):format(place:home(0, 0), place:name("r9"))))
   end)
 end)

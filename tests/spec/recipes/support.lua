@@ -17,6 +17,8 @@ Place.__index = Place
 ---@param workers integer
 function M.place(slices, workers)
   local place = setmetatable({ root = fs.tempdir("ciranda-recipe"), servers = {} }, Place)
+  -- An ordinary user's servers have that user's own home: what is made there has a name of its own, and goes.
+  place.mark = ("spec-%d-"):format(uv.os_getpid())
   fs.chmod(place.root, 493)
   fs.mkdir(place.root .. "/runner")
   fs.mkdir(place.root .. "/runner/.ssh", 448)
@@ -107,6 +109,11 @@ function Place:log_has(run, slice, worker, pattern)
   assert(found, ("%s never had %s: %s"):format(path, pattern, last))
 end
 
+--- A name for a run that nobody else has.
+function Place:name(short)
+  return self.mark .. short
+end
+
 --- Ends what our guards still run on the servers (their programs live in sessions of their own), then the servers.
 function Place:stop()
   local marks = {}
@@ -126,6 +133,15 @@ function Place:stop()
   end
   for _, server in pairs(self.servers) do
     server:stop()
+  end
+  for _, server in pairs(self.servers) do
+    for _, directory in ipairs({ server.home, server.home .. "/.ciranda" }) do
+      for _, entry in ipairs(fs.exists(directory) and fs.list(directory) or {}) do
+        if entry.name:sub(1, #self.mark) == self.mark then
+          fs.remove_tree(directory .. "/" .. entry.name)
+        end
+      end
+    end
   end
   fs.remove_tree(self.root)
 end

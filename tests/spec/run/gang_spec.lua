@@ -33,6 +33,7 @@ describe("run.gang", function()
       directory = "r1",
       guard = attempt.guard(),
       failure_grace = 1,
+      window = 0.5,
       lost_after = 3,
       stage_timeout = 20,
       go_timeout = 20,

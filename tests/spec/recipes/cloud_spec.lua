@@ -1,0 +1,247 @@
+-- The recipes that ask the cloud, against the simulated one: the program itself, pointed there by ordinary variables.
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
+local sim = require("ciranda.sim")
+local storage_of = require("ciranda.gcp.storage")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+
+describe("recipes on the simulated cloud", function()
+  local simulator, root, storage
+
+  setup(function()
+    root = fs.tempdir("ciranda-cloud")
+    fs.mkdir(root .. "/code")
+    fs.mkdir(root .. "/home")
+    simulator = sim.start({ slices = 2, type = "v5litepod-4", prefix = "job", buckets = { "bucket" } })
+    for name, value in pairs(simulator.env) do
+      if name == "STORAGE_EMULATOR_HOST" then
+        storage = storage_of.connect({
+          endpoint = value,
+          client = require("ciranda.gcp.client").new({
+            credentials = require("ciranda.gcp.credentials").none(),
+          }),
+        })
+      end
+    end
+  end)
+
+  teardown(function()
+    simulator:close()
+    fs.remove_tree(root)
+  end)
+
+  local function command(words)
+    local argv = { BINARY, table.unpack(words) }
+    argv.cwd = root .. "/code"
+    argv.env =
+      { HOME = root .. "/home", TMPDIR = root, XDG_STATE_HOME = root .. "/state", SSH_AUTH_SOCK = false }
+    for name, value in pairs(simulator.env) do
+      argv.env[name] = value
+    end
+    argv.timeout = 100
+    return argv
+  end
+
+  local function ciranda(...)
+    local answer = process.run(command({ ... }))
+    return { code = answer.code, out = answer.stdout, err = answer.stderr }
+  end
+
+  local function state_of(id)
+    local result = ciranda("qr", "describe", id, "--format=value(state.state)")
+    return result.code == 0 and (result.out:gsub("\n", "")) or nil
+  end
+
+  it("runs a command on the slices with a prefix, letting its own key in", function()
+    fs.write(root .. "/code/main.sh", "echo slice $CIRANDA_SLICE_ID of $CIRANDA_NUM_SLICES\n")
+    local result = ciranda("multihost_runner", "--TPU_PREFIX=job", "--RUN_NAME=r1", "--COMMAND=sh main.sh")
+    assert.equal(0, result.code, result.err)
+    assert.equal("slice 0 of 2\n", result.out)
+    assert.matches("2 slices found.", result.err, 1, true)
+    assert.matches("adding it to the nodes' metadata", result.err, 1, true)
+    assert.equal("slice 1 of 2\n", fs.read(root .. "/r1/output_slice_0001_worker_0000.txt"))
+    -- The second time the key is there.
+    result = ciranda("multihost_runner", "--TPU_PREFIX=job", "--RUN_NAME=r1", "--COMMAND=sh main.sh")
+    assert.equal(0, result.code, result.err)
+    assert.is_nil(result.err:find("adding it", 1, true))
+    result = ciranda("multihost_runner", "--TPU_PREFIX=job", "--SLICES=1", "--COMMAND=echo $CIRANDA_SLICE_ID")
+    assert.equal("1\n", result.out, result.err)
+    result = ciranda("multihost_runner", "--TPU_PREFIX=jab", "--COMMAND=true")
+    assert.equal(1, result.code)
+    assert.matches("no TPU node is called jab or jab-<number>", result.err, 1, true)
+  end)
+
+  it("checks a sharding before it runs, and runs it with the sizes resolved", function()
+    fs.write(root .. "/code/example.py", "import sys\nprint(' '.join(sys.argv[1:]))\n")
+    local result = ciranda("shardings", "--TPU_PREFIX=job", "-dd", "2", "-if", "3", "--PROGRAM=example.py")
+    assert.equal(2, result.code)
+    assert.matches("ici_fsdp=3 multiplies to 3, but there are 4 devices", result.err, 1, true)
+    result =
+      ciranda("shardings", "--TPU_PREFIX=job", "-dd", "1", "-df", "2", "-if", "4", "--PROGRAM=example.py")
+    assert.equal(2, result.code)
+    assert.matches("shardings.py stops unless dcn_data equals", result.err, 1, true)
+    result =
+      ciranda("shardings", "--TPU_PREFIX=job", "-dd", "2", "-if", "-1", "-b", "1024", "--PROGRAM=example.py")
+    assert.equal(0, result.code, result.err)
+    assert.matches("--dcn_data_parallelism 2", result.out, 1, true)
+    assert.matches("--ici_fsdp_parallelism 4", result.out, 1, true)
+    assert.matches("--batch_size 1024", result.out, 1, true)
+    result = ciranda("shardings", "--TPU_PREFIX=job", "-dd", "2", "-if", "4")
+    assert.equal(127, result.code)
+    assert.matches("MaxText's shardings example is not here", result.err .. result.out, 1, true)
+  end)
+
+  it("makes, lists, describes, waits for and deletes a queued resource", function()
+    local result = ciranda("qr", "create", "q1", "--accelerator-type=v5litepod-4", "--node-count=2", "--spot")
+    assert.equal(0, result.code, result.err)
+    assert.matches("q1 is ACTIVE, and its nodes are READY: q1-0, q1-1", result.err, 1, true)
+    result = ciranda("qr", "list")
+    assert.matches("^NAME +ZONE +NODE_COUNT +ACCELERATOR_TYPE +STATE\n", result.out)
+    assert.matches("q1 +us%-west4%-a +2 +v5litepod%-4 +ACTIVE\n", result.out)
+    assert.equal("ACTIVE", state_of("q1"))
+    local described = json.decode(ciranda("qr", "describe", "q1").out)
+    assert.is_table(described.spot)
+    result = ciranda("qr", "create", "q1", "--accelerator-type=v5litepod-4", "--node-count=2")
+    assert.equal(1, result.code)
+    result = ciranda("qr", "delete", "q1")
+    assert.equal(0, result.code, result.err)
+    assert.is_nil(state_of("q1"))
+    assert.matches("There is no queued resource", ciranda("qr", "delete", "q1").err, 1, true)
+    result = ciranda("qr", "create", "q2", "--accelerator-type=v9-4")
+    assert.equal(2, result.code)
+    result = ciranda("qr", "crate", "q2")
+    assert.equal(2, result.code)
+    assert.matches("none of create, list", result.err, 1, true)
+  end)
+
+  it("forgets nothing that a killed program asked for: gc finds it and deletes it", function()
+    local argv = command({ "qr", "create", "lost", "--accelerator-type=v5litepod-4", "--node-id=lost" })
+    argv.timeout, argv.stdout, argv.stderr = nil, process.DISCARD, process.DISCARD
+    local program = process.spawn(argv)
+    local deadline = uv.hrtime() + 30e9
+    while not state_of("lost") and uv.hrtime() < deadline do
+      task.sleep(0.05)
+    end
+    uv.kill(program.pid, "sigkill")
+    program:wait()
+    program:close()
+    local listed = ciranda("gc")
+    assert.equal(0, listed.code, listed.err)
+    assert.matches("lost +lost +us%-west4%-a +%u[%u_]+ +a job +keep", listed.out)
+    local result = ciranda("gc", "--DELETE=true", "--ALL=true")
+    assert.equal(0, result.code, result.err)
+    assert.is_nil(state_of("lost"))
+    assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)
+  end)
+
+  it("leaves alone what somebody else made under a name of ours", function()
+    local journal = root .. "/state/ciranda/runs/q3/journal.jsonl"
+    fs.mkdir_p(fs.dirname(journal))
+    fs.write(
+      journal,
+      '{"fact":"object","kind":"queued_resource","name":"q3","phase":"intent","project":"simulated-project",'
+        .. '"request_id":"11111111-2222-3333-4444-555555555555","zone":"us-west4-a"}\n'
+    )
+    local made = ciranda("qr", "create", "q3", "--accelerator-type=v5litepod-4", "--node-id=q3")
+    assert.equal(0, made.code, made.err)
+    fs.write(
+      journal,
+      '{"fact":"object","kind":"queued_resource","name":"q3","phase":"intent","project":"simulated-project",'
+        .. '"request_id":"11111111-2222-3333-4444-555555555555","zone":"us-west4-a"}\n'
+    )
+    local result = ciranda("gc", "--DELETE=true")
+    assert.matches("not ours +nobody +forget", result.out)
+    assert.equal("ACTIVE", state_of("q3"))
+    assert.equal(0, ciranda("qr", "delete", "q3").code)
+  end)
+
+  it("gives a job to slices that run it by themselves, and follows it to its end", function()
+    fs.write(root .. "/code/data.txt", "data\n")
+    local result = ciranda(
+      "multihost_job",
+      "--TPU_TYPE=v5litepod-4",
+      "--BUCKET_NAME=gs://bucket/",
+      "--BUCKET_DIR=gs://bucket/dir/",
+      "--RUN_NAME=Follow_Me",
+      "--follow=true",
+      "--COMMAND=cat data.txt; echo $SLICE_ID $WORKER_ID $NODE_ID $ZONE $PROJECT ${VIRTUAL_ENV:+venv};"
+        .. "exit $((SLICE_ID * 5))"
+    )
+    assert.equal(5, result.code, result.err)
+    assert.matches(
+      "RUN_NAME Follow_Me is no name for a queued resource: it is follow-me",
+      result.err,
+      1,
+      true
+    )
+    assert.matches("Runtime version: v2-alpha-tpuv5-lite, the usual one", result.err, 1, true)
+    assert.matches("data\n0 0 follow-me-0 us-west4-a simulated-project venv\n", result.out, 1, true)
+    assert.matches("failed on slice 1 worker 0 with error code 5, see logs", result.err, 1, true)
+    assert.is_nil(state_of("follow-me"))
+    local log = storage:download("bucket", "dir/follow-me/main_command_log_slice_1_worker_0")
+    assert.matches("multihost_job attempt 1 on slice 1 worker 0", log, 1, true)
+    assert.matches(
+      "multihost_job finished main command on slice 1 worker 0 at [%d%-]+ [%d:]+ UTC with exit status 5%.\n$",
+      log
+    )
+    assert.is_not_nil(storage:stat("bucket", "dir/follow-me/script_dir_zip_follow-me.tar.gz"))
+    local manifest = json.decode(storage:download("bucket", "dir/follow-me/manifest.json"))
+    local by_path = {}
+    for _, entry in ipairs(manifest) do
+      by_path[entry.path] = entry
+    end
+    assert.equal(5, by_path["data.txt"].size)
+    assert.equal(64, #by_path["data.txt"].sha256)
+  end)
+
+  it(
+    "returns when the request is accepted; the first worker deletes the queued resource at the end",
+    function()
+      local result = ciranda(
+        "multihost_job",
+        "--TPU_TYPE=v5litepod-4",
+        "--BUCKET_NAME=bucket",
+        "--RUN_NAME=alone",
+        "--COMMAND=echo done"
+      )
+      assert.equal(0, result.code, result.err)
+      assert.matches("Queued resource alone was accepted: 2 slices of v5litepod-4", result.err, 1, true)
+      local deadline = uv.hrtime() + 90e9
+      while state_of("alone") and uv.hrtime() < deadline do
+        task.sleep(0.5)
+      end
+      assert.is_nil(state_of("alone"))
+      for slice = 0, 1 do
+        local name = ("alone/status_slice_%d_worker_0"):format(slice)
+        assert.equal(0, json.decode(storage:download("bucket", name)).status)
+      end
+      assert.matches("gone +a job +forget", ciranda("gc").out)
+      assert.equal(0, ciranda("gc", "--DELETE=true").code)
+      assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)
+    end
+  )
+
+  it("refuses a job that cannot work before anything exists", function()
+    local base = { "multihost_job", "--BUCKET_NAME=bucket", "--RUN_NAME=bad", "--COMMAND=true" }
+    for name, case in pairs({
+      ["unknown flag"] = { "--CQR_EXTRA_ARGS=--spott", "has no such flag" },
+      ["startup script"] = { "--CQR_EXTRA_ARGS=--metadata=startup-script=x", "has a startup-script" },
+      ["own flags"] = { "--CQR_EXTRA_ARGS=--node-count=4", "says what this recipe says itself" },
+      ["unclosed quote"] = { "--CQR_EXTRA_ARGS=--labels='a=b", "is not closed" },
+      ["type"] = { "--TPU_TYPE=v5litepod-5", "v5litepod-5" },
+      ["slices"] = { "--NUM_SLICES=0", "slices" },
+    }) do
+      local words = table.move(base, 1, #base, 1, {})
+      words[#words + 1] = case[1]
+      local result = ciranda(table.unpack(words))
+      assert.equal(2, result.code, name .. ": " .. result.err)
+      assert.matches(case[2], result.err, 1, true)
+    end
+    assert.is_nil(state_of("bad"))
+    assert.same({}, (storage:list("bucket", { prefix = "bad/" })))
+  end)
+end)
