@@ -150,6 +150,22 @@ local function bucket_message(self, bucket, base)
   }
 end
 
+-- The methods' ids, by verb and form of the path: for the log and for faults.
+local METHODS = {
+  ["GET b"] = "storage.buckets.list",
+  ["POST b"] = "storage.buckets.insert",
+  ["GET b/B"] = "storage.buckets.get",
+  ["DELETE b/B"] = "storage.buckets.delete",
+  ["GET b/B/o"] = "storage.objects.list",
+  ["GET b/B/o/O"] = "storage.objects.get",
+  ["DELETE b/B/o/O"] = "storage.objects.delete",
+  ["PATCH b/B/o/O"] = "storage.objects.patch",
+  ["PUT b/B/o/O"] = "storage.objects.update",
+  ["POST b/B/o/O/compose"] = "storage.objects.compose",
+  ["POST b/B/o/O/rewriteTo/b/B/o/O"] = "storage.objects.rewrite",
+  ["POST b/B/o/O/copyTo/b/B/o/O"] = "storage.objects.copy",
+}
+
 local handlers = {}
 
 handlers["GET b"] = function(self, request)
@@ -164,7 +180,7 @@ handlers["GET b"] = function(self, request)
   for i, name in ipairs(names) do
     items[i] = bucket_message(self, self.buckets[name], request.base)
   end
-  return objects.answer(200, { kind = "storage#buckets", items = items }), "storage.buckets.list"
+  return objects.answer(200, { kind = "storage#buckets", items = items })
 end
 
 handlers["POST b"] = function(self, request)
@@ -178,12 +194,11 @@ handlers["POST b"] = function(self, request)
       "Your previous request to create the named bucket succeeded and you already own it."
     )
   end
-  return objects.answer(200, bucket_message(self, self:make_bucket(name), request.base)),
-    "storage.buckets.insert"
+  return objects.answer(200, bucket_message(self, self:make_bucket(name), request.base))
 end
 
 handlers["GET b/B"] = function(self, request, name)
-  return objects.answer(200, bucket_message(self, self:bucket(name), request.base)), "storage.buckets.get"
+  return objects.answer(200, bucket_message(self, self:bucket(name), request.base))
 end
 
 handlers["DELETE b/B"] = function(self, _, name)
@@ -192,7 +207,7 @@ handlers["DELETE b/B"] = function(self, _, name)
     objects.refuse(409, "conflict", "The bucket you tried to delete is not empty.")
   end
   self.buckets[name] = nil
-  return { status = 204, headers = {}, body = "" }, "storage.buckets.delete"
+  return { status = 204, headers = {}, body = "" }
 end
 
 -- A glob of objects.list as a Lua pattern: * and ? stay within a directory, ** does not.
@@ -258,8 +273,7 @@ handlers["GET b/B/o"] = function(self, request, name)
     items = #items > 0 and items or nil,
     prefixes = #prefixes > 0 and prefixes or nil,
     nextPageToken = token,
-  }),
-    "storage.objects.list"
+  })
 end
 
 -- The first and last byte that a Range header asks for; nil for all of them.
@@ -321,9 +335,9 @@ handlers["GET b/B/o/O"] = function(self, request, bucket_name, name)
   local object = find_object(self:bucket(bucket_name), name, request.query)
   objects.check_conditions(request.query, object, true)
   if request.query.alt == "media" then
-    return send(object, request), "storage.objects.get"
+    return send(object, request)
   end
-  return objects.answer(200, objects.message(object, request.base)), "storage.objects.get"
+  return objects.answer(200, objects.message(object, request.base))
 end
 
 handlers["DELETE b/B/o/O"] = function(self, request, bucket_name, name)
@@ -332,7 +346,7 @@ handlers["DELETE b/B/o/O"] = function(self, request, bucket_name, name)
   objects.check_conditions(request.query, object)
   bucket.objects[name] = nil
   fs.remove(object.path, { missing_ok = true })
-  return { status = 204, headers = {}, body = "" }, "storage.objects.delete"
+  return { status = 204, headers = {}, body = "" }
 end
 
 local function change(self, request, bucket_name, name, whole)
@@ -361,11 +375,11 @@ local function change(self, request, bucket_name, name, whole)
 end
 
 handlers["PATCH b/B/o/O"] = function(self, request, bucket_name, name)
-  return change(self, request, bucket_name, name, false), "storage.objects.patch"
+  return change(self, request, bucket_name, name, false)
 end
 
 handlers["PUT b/B/o/O"] = function(self, request, bucket_name, name)
-  return change(self, request, bucket_name, name, true), "storage.objects.update"
+  return change(self, request, bucket_name, name, true)
 end
 
 handlers["POST b/B/o/O/compose"] = function(self, request, bucket_name, name)
@@ -403,7 +417,7 @@ handlers["POST b/B/o/O/compose"] = function(self, request, bucket_name, name)
     content_type = destination.contentType or parts[1].content_type,
     metadata = destination.metadata,
   })
-  return objects.answer(200, objects.message(object, request.base)), "storage.objects.compose"
+  return objects.answer(200, objects.message(object, request.base))
 end
 
 local function copy(self, request, from_bucket, from_name, to_bucket, to_name)
@@ -430,12 +444,11 @@ handlers["POST b/B/o/O/rewriteTo/b/B/o/O"] = function(self, request, ...)
     objectSize = resource.size,
     totalBytesRewritten = resource.size,
     resource = resource,
-  }),
-    "storage.objects.rewrite"
+  })
 end
 
 handlers["POST b/B/o/O/copyTo/b/B/o/O"] = function(self, request, ...)
-  return objects.answer(200, copy(self, request, ...)), "storage.objects.copy"
+  return objects.answer(200, copy(self, request, ...))
 end
 
 local function decode(segment)
@@ -471,19 +484,19 @@ local function dispatch(self, request)
   if request.path:find("/upload/storage/v1/", 1, true) then
     local fault = self.world.faults:on_call("storage.objects.insert")
     local bucket = form == "b/B/o" and names[1] or objects.refuse(404, "notFound", "Not Found")
-    local answer, method = upload.handle(self, request, bucket)
-    return answer, fault, method
+    return upload.handle(self, request, bucket), fault, "storage.objects.insert"
   end
   if request.path:find("^/download/") then
     request.query.alt = "media"
   end
   local verb = request.method == "HEAD" and "GET" or request.method
+  local method = METHODS[verb .. " " .. form]
   local handler = handlers[verb .. " " .. form]
   if not handler then
     objects.refuse(404, "notFound", "Not Found")
   end
-  local fault = self.world.faults:on_call("storage." .. verb .. " " .. form)
-  local answer, method = handler(self, request, table.unpack(names))
+  local fault = self.world.faults:on_call(method)
+  local answer = handler(self, request, table.unpack(names))
   if
     request.query.fields
     and answer.status == 200

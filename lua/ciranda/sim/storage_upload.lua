@@ -245,7 +245,6 @@ end
 ---@param request table
 ---@param bucket_name string
 ---@return table answer
----@return string method for the log
 function M.handle(storage, request, bucket_name)
   local id = request.query.upload_id
   if id then
@@ -257,7 +256,7 @@ function M.handle(storage, request, bucket_name)
       if not session.done then
         fs.remove(session.path, { missing_ok = true })
       end
-      return { status = 499, headers = {}, body = "" }, "storage.objects.insert"
+      return { status = 499, headers = {}, body = "" }
     elseif request.method ~= "PUT" and request.method ~= "POST" then
       objects.refuse(405, "methodNotAllowed", "Method Not Allowed")
     elseif session.busy then
@@ -269,7 +268,7 @@ function M.handle(storage, request, bucket_name)
     if not ok then
       error(answer, 0)
     end
-    return answer, "storage.objects.insert"
+    return answer
   end
   if request.method ~= "POST" and request.method ~= "PUT" then
     objects.refuse(405, "methodNotAllowed", "Method Not Allowed")
@@ -279,7 +278,7 @@ function M.handle(storage, request, bucket_name)
   if not kind then
     objects.refuse(400, "invalid", "Invalid uploadType", "uploadType")
   end
-  return kind(storage, request, storage:bucket_for_writing(bucket_name)), "storage.objects.insert"
+  return kind(storage, request, storage:bucket_for_writing(bucket_name))
 end
 
 return M
