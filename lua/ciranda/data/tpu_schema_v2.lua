@@ -1,7 +1,8 @@
 --- The Cloud TPU API, version v2, as data: every message with its fields, every method with its HTTP form.
 --
 -- Source: the client that Google Cloud SDK 578.0.0 carries for this version, which Google generates from the API's
--- discovery document. One entry here is one entry there. A field's value is its type:
+-- discovery document; compared with the public discovery document of 2026-10-01, which added what says 2026. One entry
+-- here is one entry there. A field's value is its type:
 --
 --   "string" "bool" "int32" "float"   as JSON has them
 --   "int64"                           a string of digits in JSON (proto3), a number or a string on input
@@ -55,7 +56,9 @@ return {
     },
     ListLocationsResponse = { locations = "Location[]", nextPageToken = "string" },
     ListNodesResponse = { nextPageToken = "string", nodes = "Node[]", unreachable = "string[]" },
-    ListOperationsResponse = { nextPageToken = "string", operations = "Operation[]" },
+    ListOperationsResponse = {
+      nextPageToken = "string", operations = "Operation[]", unreachable = "string[]", -- 2026: unreachable
+    },
     ListQueuedResourcesResponse = {
       nextPageToken = "string", queuedResources = "QueuedResource[]", unreachable = "string[]",
     },
@@ -86,6 +89,7 @@ return {
       health = {
         "HEALTH_UNSPECIFIED", "HEALTHY", "TIMEOUT", "UNHEALTHY_TENSORFLOW", "UNHEALTHY_MAINTENANCE",
       },
+      protectionTier = { "PROTECTION_TIER_UNSPECIFIED", "STANDARD", "CAPACITY_OPTIMIZED" }, -- 2026
       state = {
         "STATE_UNSPECIFIED", "CREATING", "READY", "RESTARTING", "REIMAGING", "DELETING", "REPAIRING",
         "STOPPED", "STOPPING", "STARTING", "PREEMPTED", "TERMINATED", "HIDING", "HIDDEN", "UNHIDING",
@@ -139,8 +143,8 @@ return {
     },
     Tpu = { nodeSpec = "NodeSpec[]" },
     UpcomingMaintenance = {
-      canReschedule = "bool", latestWindowStartTime = "timestamp", windowEndTime = "timestamp",
-      windowStartTime = "timestamp",
+      canReschedule = "bool", latestWindowStartTime = "string", windowEndTime = "string",
+      windowStartTime = "string",
       maintenanceStatus = { "UNKNOWN", "PENDING", "ONGOING" },
       type = { "UNKNOWN_TYPE", "SCHEDULED", "UNSCHEDULED" },
     },
@@ -223,7 +227,9 @@ return {
     ["operations.list"] = {
       verb = "GET",
       path = "projects/{project}/locations/{location}/operations",
-      query = { filter = "string", pageSize = "int32", pageToken = "string" },
+      query = { -- 2026: returnPartialSuccess
+        filter = "string", pageSize = "int32", pageToken = "string", returnPartialSuccess = "bool",
+      },
       response = "ListOperationsResponse",
     },
     ["queuedResources.create"] = {

@@ -2,7 +2,8 @@
 --- The Cloud TPU API, version v2alpha1, as data: every message with its fields, every method with its HTTP form.
 --
 -- Source: the client that Google Cloud SDK 578.0.0 carries for this version, which Google generates from the API's
--- discovery document. One entry here is one entry there. A field's value is its type:
+-- discovery document; compared with the public discovery document of 2026-10-01, which has less. One entry
+-- here is one entry there. A field's value is its type:
 --
 --   "string" "bool" "int32" "float"   as JSON has them
 --   "int64"                           a string of digits in JSON (proto3), a number or a string on input
@@ -226,8 +227,8 @@ return {
     Traffic = { peakTraffic = "PeakTraffic" },
     TrafficConfig = { anticipatedTrafficMatrix = "LogicalTrafficMatrix" },
     UpcomingMaintenance = {
-      canReschedule = "bool", latestWindowStartTime = "timestamp", windowEndTime = "timestamp",
-      windowStartTime = "timestamp",
+      canReschedule = "bool", latestWindowStartTime = "string", windowEndTime = "string",
+      windowStartTime = "string",
       maintenanceStatus = { "UNKNOWN", "PENDING", "ONGOING" },
       type = { "UNKNOWN_TYPE", "SCHEDULED", "UNSCHEDULED" },
     },
