@@ -52,11 +52,15 @@ table.insert(
 )
 table.insert(M.flags, { name = "PROGRAM", help = "A module or file in place of MaxText's example." })
 table.insert(M.flags, {
-  name = "CHECK_ONLY",
+  name = "plan",
   type = "boolean",
   default = false,
-  help = "Check against the slices, and run nothing.",
+  help = "Check and run nothing: against the slices found, or against TPU_TYPE and NUM_SLICES.",
 })
+table.insert(
+  M.flags,
+  { name = "NUM_SLICES", type = "integer", help = "Of --plan without a fleet: how many slices (1)." }
+)
 for _, flag in ipairs(runner.flags) do
   if flag.name ~= "COMMAND" and flag.name ~= "CHECKPOINT_DIR" then
     table.insert(M.flags, flag)
@@ -125,11 +129,12 @@ local function live_slices(found, type_given)
   return live
 end
 
---- Checks the sizes; returns the example's arguments.
+--- Checks the sizes and shows them; returns the example's arguments.
 ---@param context ciranda.cli.Context
----@param found ciranda.run.Target
+---@param slices integer|table[] how many, or the live ones
+---@param accelerator string
 ---@return string[]
-local function check(context, found)
+local function check(context, slices, accelerator)
   local flags = context.flags
   local values = {}
   for _, list in ipairs({ SIZES, OTHERS }) do
@@ -138,8 +143,7 @@ local function check(context, found)
     end
   end
   values.profiler_path = flags.profiler_path
-  local live = live_slices(found, flags.TPU_TYPE)
-  local ok, fits = pcall(mesh.check.shardings, { slices = live, type = live[1].accelerator, values = values })
+  local ok, fits = pcall(mesh.check.shardings, { slices = slices, type = accelerator, values = values })
   if not ok then
     if err.is(fits, "invalid", "usage") then
       err.raise({ code = "usage", op = "shardings", message = fits.message, cause = fits })
@@ -155,15 +159,30 @@ local function check(context, found)
 end
 
 ---@param context ciranda.cli.Context
----@return integer status
+---@return integer? status
 function M.run(context)
+  local flags = context.flags
+  local has_fleet = flags.TPU_PREFIX or flags.HOSTS or flags.HOSTS_FILE
+  if flags.plan and not has_fleet then
+    if not flags.TPU_TYPE then
+      err.raise({
+        code = "usage",
+        message = "--plan needs --TPU_TYPE (and --NUM_SLICES), or a fleet: --TPU_PREFIX",
+      })
+    end
+    check(context, flags.NUM_SLICES or 1, flags.TPU_TYPE)
+    return 0
+  elseif flags.NUM_SLICES then
+    err.raise({
+      code = "usage",
+      message = "--NUM_SLICES is for --plan without a fleet; --SLICES chooses among slices",
+    })
+  end
   return runner.run(context, {
     command = function(found)
-      local arguments = check(context, found)
-      if context.flags.CHECK_ONLY then
-        return nil
-      end
-      return M.command(arguments, context.flags.PROGRAM)
+      local live = live_slices(found, flags.TPU_TYPE)
+      local arguments = check(context, live, live[1].accelerator)
+      return not flags.plan and M.command(arguments, flags.PROGRAM) or nil
     end,
   })
 end
