@@ -52,6 +52,10 @@ local RUNTIMES = {
   "v2-alpha-tpuv6e",
 }
 
+-- Generations that this API does not offer: Google sells them through GKE alone. The public discovery documents have no
+-- names for them, so that a client made from those could not read a list with them in it.
+local GKE_ONLY = { tpu7x = true }
+
 -- /dev/accelN up to v4, one number of a VFIO group from v5e on (read by tpu-info).
 local VFIO = { v5e = true, v5p = true, v6e = true, tpu7x = true }
 
@@ -93,7 +97,8 @@ end
 ---@class ciranda.sim.Catalog
 ---@field zones string[] sorted
 ---@field runtimes string[] sorted
----@field private offered table<string, string[]>
+---@field private offered table<string, string[]> what a zone has
+---@field private everywhere string[] what the other zones have
 local Catalog = {}
 Catalog.__index = Catalog
 
@@ -104,8 +109,8 @@ local function sorted(list)
 end
 
 --- The catalogue of a simulated project.
----@param options { zones: string[]?, runtimes: string[]?, types: table<string, string[]>? }?
----  `types` says what a zone has; a zone without an entry has everything
+---@param options { zones: string[]?, runtimes: string[]?, types: table<string, string[]>?, extra_types: string[]? }?
+---  `types` says what a zone has; a zone without an entry has what Google offers by this API, and `extra_types`
 ---@return ciranda.sim.Catalog
 function M.new(options)
   options = options or {}
@@ -113,6 +118,16 @@ function M.new(options)
   self.by_type, self.names = build()
   self.zones = sorted(options.zones or ZONES)
   self.runtimes = sorted(options.runtimes or RUNTIMES)
+  self.everywhere = {}
+  local extra = {}
+  for _, name in ipairs(options.extra_types or {}) do
+    extra[name] = true
+  end
+  for _, name in ipairs(self.names) do
+    if not GKE_ONLY[self.by_type[name].generation] or extra[name] then
+      self.everywhere[#self.everywhere + 1] = name
+    end
+  end
   self.offered = {}
   for zone, types in pairs(options.types or {}) do
     self.offered[zone] = sorted(types)
@@ -144,7 +159,7 @@ end
 ---@return string[]
 function Catalog:types(zone, schema)
   local result = {}
-  for _, name in ipairs(self.offered[zone] or self.names) do
+  for _, name in ipairs(self.offered[zone] or self.everywhere) do
     local accelerator = self.by_type[name]
     if accelerator and schema:has_value("AcceleratorConfig", "type", accelerator.config_type) then
       result[#result + 1] = name

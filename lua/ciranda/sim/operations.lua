@@ -135,13 +135,14 @@ function Operations:delete(name)
   self.by_name[name] = nil
 end
 
---- The Operation message, for `Schema:write`.
+--- The Operation message, in the version that is asked whatever the version that began it: a client knows the types of
+--- its own version only, and one operation that it cannot read would spoil the whole list.
 ---@param operation ciranda.sim.Operation
 ---@param schema ciranda.sim.Schema of the version that is asked
 ---@param write fun(schema: ciranda.sim.Schema, message: string, value: table): table makes the response's JSON
 ---@return table
 function M.message(operation, schema, write)
-  local package = "type.googleapis.com/google.cloud.tpu." .. operation.version .. "."
+  local package = "type.googleapis.com/google.cloud.tpu." .. schema.version .. "."
   local metadata = schema:write("OperationMetadata", operation.metadata)
   metadata["@type"] = package .. "OperationMetadata"
   local result = { name = operation.name, metadata = metadata, done = operation.done or nil }

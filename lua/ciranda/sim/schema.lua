@@ -327,11 +327,12 @@ local function write_scalar(field, value, numbers)
   return value
 end
 
-local function is_default(field, value)
+-- What a message does not show: defaults, and values for which the version has no name.
+local function is_left_out(field, value)
   if field.list or field.map then
     return next(value) == nil
   elseif field.kind == "enum" then
-    return value == field.enum.default
+    return value == field.enum.default or field.enum[value] == nil
   elseif field.kind == "message" or field.kind == "any" then
     return false
   end
@@ -355,7 +356,7 @@ function Schema:write(message, value, numbers)
   local result = {}
   for _, field in ipairs(definition.fields) do
     local item = value[field.name]
-    if item ~= nil and not is_default(field, item) then
+    if item ~= nil and not is_left_out(field, item) then
       if field.list then
         local list = {}
         for i, element in ipairs(item) do

@@ -245,6 +245,7 @@ local function run(settings)
     reservations = settings.reservations,
     creates_per_minute = settings.creates_per_minute,
     types = settings.types,
+    extra_types = { settings.type },
   })
   fleet:attach(world)
   local requests = request_log.new(time)

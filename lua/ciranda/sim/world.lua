@@ -140,6 +140,7 @@ end
 ---@field creates_per_minute integer?
 ---@field zones string[]?
 ---@field types table<string, string[]>?
+---@field extra_types string[]?
 ---@field runtimes string[]?
 
 --- Make a world.

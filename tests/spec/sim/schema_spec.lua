@@ -151,6 +151,14 @@ describe("writing a message", function()
       [[{"spot":{}}]],
       json.encode(v2:write("QueuedResource", { spot = {}, provisioningModel = "SPOT" }))
     )
+    local node = { apiVersion = "V2", acceleratorConfig = { type = "TPU7X", topology = "2x2x1" } }
+    for _, numbers in ipairs({ false, true }) do
+      assert.are.equal(
+        [[{"acceleratorConfig":{"topology":"2x2x1"}}]],
+        json.encode(v2:write("Node", { acceleratorConfig = node.acceleratorConfig }, numbers))
+      )
+      assert.is_nil(schema.load("v2alpha1"):write("Node", node, numbers).apiVersion)
+    end
   end)
 
   it("writes enums as numbers when asked", function()

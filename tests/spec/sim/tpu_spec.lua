@@ -74,6 +74,13 @@ describe("a queued resource", function()
     local _, node = p.call("GET", ZONE .. "/nodes/job-0")
     assert.are.equal("V2_ALPHA1", node.apiVersion)
     assert.is_nil(node.autocheckpointEnabled)
+    for _, version in ipairs({ "v2", "v2alpha1" }) do
+      local _, shown = p.call("GET", ("/%s/%s"):format(version, operation.name))
+      local package = "type.googleapis.com/google.cloud.tpu." .. version
+      assert.are.equal(package .. ".OperationMetadata", shown.metadata["@type"])
+      assert.are.equal(package .. ".QueuedResource", shown.response["@type"])
+      assert.are.equal("v2alpha1", shown.metadata.apiVersion)
+    end
   end)
 
   it("takes the guide's body, with its missing comma put in", function()
@@ -646,12 +653,22 @@ describe("the catalogue", function()
     status, body = p.call("GET", ZONE .. "/acceleratorTypes/v5litepod-16")
     assert.are.equal(200, status)
     assert.are.same({ { type = "V5LITE_POD", topology = "4x4" } }, body.acceleratorConfigs)
-    assert.are.equal(404, (p.call("GET", ZONE .. "/acceleratorTypes/tpu7x-8")))
     _, body = p.call("GET", ZONE .. "/runtimeVersions?filter=version:lite")
     assert.are.equal("v2-alpha-tpuv5-lite", body.runtimeVersions[1].version)
     assert.are.equal(1, #body.runtimeVersions)
     assert.are.equal(400, (p.call("GET", ZONE .. "/runtimeVersions?filter=a+b+c")))
     _, body = p.call("GET", "/v2/projects/p/locations")
     assert.are.equal(17, #body.locations)
+  end)
+
+  it("offers what only GKE has when it is named, and to the version that has a name for it", function()
+    local path = "/us-west4-a/acceleratorTypes/tpu7x-8"
+    local function status(p, version)
+      return (p.call("GET", ("/%s/projects/p/locations"):format(version) .. path))
+    end
+    local usual, named = support.project(), support.project { extra_types = { "tpu7x-8" } }
+    assert.are.equal(404, status(usual, "v2alpha1"))
+    assert.are.equal(200, status(named, "v2alpha1"))
+    assert.are.equal(404, status(named, "v2"))
   end)
 end)
