@@ -14,8 +14,9 @@ local task = require("ciranda.task")
 
 local M = {}
 
--- Seconds until the simulator must have said that it is ready: a start with slices makes and boots their workers.
+-- Seconds until the simulator must have said that it is ready, and more for each slice, whose workers are made first.
 M.START_DEADLINE = 120
+M.SLICE_DEADLINE = 10
 
 -- A private simulator is there for somebody who waits: a minute of the cloud passes in 60 ms.
 M.QUICK = 1000
@@ -154,7 +155,8 @@ function M.start(options)
   argv.stdin, argv.stdout, argv.stderr = process.PIPE, process.PIPE, process.INHERIT
   local self = setmetatable({ process = process.spawn(argv) }, Simulator)
   local next_line = lines(self.process.stdout)
-  local ok, ready = pcall(task.timeout, M.START_DEADLINE, read_ready, next_line, options.on_event)
+  local deadline = M.START_DEADLINE + M.SLICE_DEADLINE * (options.slices or 0)
+  local ok, ready = pcall(task.timeout, deadline, read_ready, next_line, options.on_event)
   if not ok then
     self:close()
     error(ready, 0)

@@ -11,11 +11,12 @@ local processes = require("ciranda.sim.processes")
 local refusals = require("ciranda.sim.errors")
 local server = require("ciranda.io.server")
 local task = require("ciranda.task")
+local uv = require("luv")
 
 local M = {}
 
--- How many workers of a node are made or booted at once.
-local PARALLEL = 4
+-- How many workers are made, booted or destroyed at once, for each processor of this machine.
+local PER_PROCESSOR = 4
 
 -- Seconds between two looks at who still holds a device.
 local HOLDER_POLL = 0.2
@@ -40,7 +41,13 @@ Machines.__index = Machines
 ---@param settings ciranda.sim.MachinesSettings
 ---@return ciranda.sim.Machines
 function M.new(settings)
-  return setmetatable({ settings = settings, hosts = {}, last_ordinal = 0 }, Machines)
+  local processors = math.max(1, #(uv.cpu_info() or {}))
+  return setmetatable({
+    settings = settings,
+    hosts = {},
+    last_ordinal = 0,
+    slots = task.semaphore(PER_PROCESSOR * processors),
+  }, Machines)
 end
 
 --- Tell the machines whose they are.
@@ -107,6 +114,13 @@ local function serve_metadata(self, host)
   end
 end
 
+-- Do something with every machine of a node; as many at once, over all nodes, as there are slots.
+local function with_each(self, host, fn)
+  task.map(host.machines, function(who)
+    self.slots:with(fn, who)
+  end)
+end
+
 local actions = {}
 
 function actions.create(self, host)
@@ -125,23 +139,23 @@ function actions.create(self, host)
     }, node, worker)
   end
   serve_metadata(self, host)
-  task.map(host.machines, function(who)
+  with_each(self, host, function(who)
     who:create()
     who:boot(host.scope)
-  end, PARALLEL)
+  end)
 end
 
-function actions.restart(_, host)
-  task.map(host.machines, function(who)
+function actions.restart(self, host)
+  with_each(self, host, function(who)
     who:halt()
     who:boot(host.scope)
-  end, PARALLEL)
+  end)
 end
 
-function actions.halt(_, host)
-  task.map(host.machines, function(who)
+function actions.halt(self, host)
+  with_each(self, host, function(who)
     who:halt()
-  end, PARALLEL)
+  end)
 end
 
 function actions.reconfigure(_, host)
@@ -155,9 +169,9 @@ function actions.destroy(self, host)
     host.server:close()
     host.server = nil
   end
-  task.map(host.machines, function(who)
+  with_each(self, host, function(who)
     who:destroy()
-  end, PARALLEL)
+  end)
   for _, who in ipairs(host.machines) do
     self.settings.addresses:give_back(who.address)
   end
