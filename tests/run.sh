@@ -56,6 +56,14 @@ one() {
   fi
 }
 
+# Run a command as an account that may do nothing special, in its own copy of the tree, with an environment of its own.
+account=$scratch/account
+as_account() {
+  (cd "$account/tree" && exec setpriv --reuid=nobody --regid=nogroup --clear-groups env -i PATH="$PATH" LANG=C.UTF-8 \
+    HOME="$account/home" TMPDIR="$account/tmp" SHELL=/bin/sh USER=nobody CI="${CI:-}" \
+    CIRANDA_BINARY="$account/tree/build/ciranda" CIRANDA_BUILD="$account/tree/build" "$@")
+}
+
 for part in $parts; do
   case $part in
   lint)
@@ -87,13 +95,12 @@ for part in $parts; do
       continue
     fi
     # The tree may lie where only root can read: the account gets a copy of what the specs use.
-    mkdir -p "$scratch/account/tree/build" "$scratch/account/home" "$scratch/account/tmp"
-    git ls-files -z tests lua recipes docs cmake engine README.md | xargs -0 cp --parents -t "$scratch/account/tree"
-    cp build/ciranda "$scratch/account/tree/build/"
-    chown -R nobody "$scratch/account"
-    count "specs as an unprivileged account" sh -c 'cd "$1/tree" && exec setpriv --reuid=nobody --regid=nogroup \
-      --clear-groups env -i PATH="$PATH" LANG=C.UTF-8 HOME="$1/home" TMPDIR="$1/tmp" SHELL=/bin/sh USER=nobody \
-      CIRANDA_BINARY="$1/tree/build/ciranda" CI="${CI:-}" build/ciranda test tests/spec' sh "$scratch/account"
+    mkdir -p "$account/tree/build" "$account/home" "$account/tmp"
+    git ls-files -z tests lua recipes docs cmake engine README.md | xargs -0 cp --parents -t "$account/tree"
+    cp build/ciranda "$account/tree/build/"
+    chown -R nobody "$account"
+    count "specs as an unprivileged account" as_account build/ciranda test tests/spec
+    one "the demonstration as an unprivileged account" as_account sh tests/e2e/demo.sh
     ;;
   e2e | fuzz)
     for script in tests/"$part"/*.sh; do
