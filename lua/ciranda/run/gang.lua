@@ -20,6 +20,8 @@ local STAGE_COMPANY = 2
 local WINDOW, CONSEQUENCE_WINDOW = 2, 10
 --- Seconds beyond a grace after which a worker that has not ended counts as lost.
 local AFTER_GRACE = 90
+--- Seconds by which a worker's clock, as corrected, may still be wrong.
+local CLOCKS = 0.05
 --- Bytes of a log's end that are kept for the search for the cause.
 local TAIL = 65536
 
@@ -54,7 +56,8 @@ local TAIL = 65536
 ---@field members ciranda.run.GangMember[]
 ---@field options ciranda.run.GangOptions
 ---@field started boolean
----@field stopping { grace: number, reason: string, at: number }?
+---@field stopping { grace: number, reason: string, at: number, wall: number, asked: boolean }? at: monotonic, wall:
+---  since 1970, of the first request
 local Gang = {}
 Gang.__index = Gang
 
@@ -363,7 +366,9 @@ function Gang:stop(grace, reason)
   if self.stopping and self.stopping.at + self.stopping.grace <= at + grace then
     return
   end
-  self.stopping = { grace = grace, reason = reason, at = at, asked = false }
+  local seconds, microseconds = uv.gettimeofday()
+  local wall = self.stopping and self.stopping.wall or seconds + microseconds / 1e6
+  self.stopping = { grace = grace, reason = reason, at = at, wall = wall, asked = false }
   self.changed:set()
 end
 
@@ -379,6 +384,11 @@ function Gang:follow(member)
   end)
   local outcome = member.attempt:outcome(record, why)
   outcome.tail = member.tail
+  if self.stopping and not outcome.lost and outcome.at and outcome.at >= self.stopping.wall - CLOCKS then
+    -- Members that agree on their last step may end before our word has reached each of them.
+    outcome.stopped = true
+    outcome.took = outcome.took or math.max(0, outcome.at - self.stopping.wall)
+  end
   member.outcome = outcome
   self:note("exit", {
     slice = member.worker.slice,
