@@ -179,8 +179,9 @@ end
 ---@param arguments string subcommand, `%s` for the attempt's directory, options
 ---@param options table?
 ---@param path string? of another attempt
+---@param with_status boolean? say the status afterwards, on standard error
 ---@return table answer
-function Attempt:ask_guard(arguments, options, path)
+function Attempt:ask_guard(arguments, options, path, with_status)
   options = options or {}
   if not options.endless then
     options.timeout = options.timeout or SHORT
@@ -188,10 +189,13 @@ function Attempt:ask_guard(arguments, options, path)
   options.endless = nil
   return self.link:use(function(connection)
     -- CIRANDA_GUARD_OPTIONS is the worker's own setting (where its devices and its boot id are).
-    local line = ("exec %s %s $CIRANDA_GUARD_OPTIONS"):format(
-      self.guard_path,
-      arguments:format(path or self.path)
-    )
+    local function words(text)
+      return ("%s %s $CIRANDA_GUARD_OPTIONS"):format(self.guard_path, text:format(path or self.path))
+    end
+    local line = "exec " .. words(arguments)
+    if with_status then
+      line = ("%s; code=$?; %s >&2; exit $code"):format(words(arguments), words("status %s"))
+    end
     local answer = connection:exec("sh -c " .. quote(line), options)
     self.last_contact = now()
     return answer
@@ -226,10 +230,10 @@ function Attempt:end_earlier(path, grace)
 end
 
 --- The JSON line in what the guard printed.
----@param answer table
+---@param text string?
 ---@return table?
-local function reply(answer)
-  local line = ("\n" .. (answer.stdout or "")):match(".*\n(%b{})%s*$")
+local function reply(text)
+  local line = ("\n" .. (text or "")):match(".*\n(%b{})%s*$")
   local ok, value = pcall(json.decode, line or "")
   return ok and type(value) == "table" and value or nil
 end
@@ -292,7 +296,7 @@ end
 -- Raises connection errors; "failed" when the guard's answer cannot be read.
 function Attempt:status()
   local answer = self:ask_guard("status %s")
-  local value = reply(answer)
+  local value = reply(answer.stdout)
   if not value then
     -- A machine that was made anew has neither guard nor attempt.
     if answer.code == 127 or answer.code == 126 then
@@ -320,7 +324,7 @@ function Attempt:follow_once(sink)
           self.last_contact = now()
           sink(bytes)
         end,
-      })
+      }, nil, true)
     end,
     function()
       local began = now()
@@ -361,14 +365,17 @@ function Attempt:follow(sink)
       error(answer, 0)
     end
     local idle = answer.code == GUARD_IDLE
-    local status_ok, status = pcall(self.persist, self, self.lost_after, "status", function()
-      return self:status()
-    end)
-    if not status_ok then
-      if err.is(status, "lost") then
-        return nil, status.message
+    local status = reply(answer.stderr)
+    if not status then
+      ok, status = pcall(self.persist, self, self.lost_after, "status", function()
+        return self:status()
+      end)
+      if not ok then
+        if err.is(status, "lost") then
+          return nil, status.message
+        end
+        error(status, 0)
       end
-      error(status, 0)
     end
     if type(status.record) == "table" and self.received >= (status.record.log_bytes or 0) then
       return status.record
@@ -407,7 +414,7 @@ function Attempt:stop(grace, reason)
       timeout = grace + SHORT,
     })
   end)
-  return reply(answer)
+  return reply(answer.stdout)
 end
 
 --- How the attempt ended, from its record.

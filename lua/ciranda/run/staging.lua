@@ -1,8 +1,8 @@
 --- Staging: everything an attempt needs on its worker, so that one small command starts it.
 --
--- Two short commands and, the first time, the guard and the bundle: what is there already is not sent. Every step
--- may be done again after a lost connection; what arrives is checked there (size, SHA-256) and takes its name by
--- rename. Scripts are one line for `sh -c`, whatever the login shell is.
+-- Two commands and, the first time, the guard: what is there already is not sent. Every step may be done again after a
+-- lost connection; what arrives is checked there (size, SHA-256) and takes its name by rename. Scripts are one line for
+-- `sh -c`, whatever the login shell is.
 local err = require("ciranda.io.error")
 local link_of = require("ciranda.fleet.link")
 local tar = require("ciranda.fleet.tar")
@@ -15,8 +15,10 @@ M.ROOT = require("ciranda.fleet.signal").ROOT
 
 --- Bundles kept on a worker, newest first; the others make room.
 local BUNDLES_KEPT = 3
---- Seconds that unpacking may take.
-local UNPACK = 600
+--- Bytes of an archive that are read at once, and the size up to which an archive is kept in memory for all workers.
+local PIECE, SHARED = 262144, 67108864
+--- Seconds that unpacking may take, and the bytes a second that at least are sent.
+local UNPACK, SLOWEST = 600, 10000
 --- Seconds between TERM and KILL for an earlier attempt that is still running.
 local EARLIER_GRACE = 30
 
@@ -41,16 +43,24 @@ local STORE_GUARD = [[
 umask 077; cat > {part} && [ $(wc -c < {part}) -eq {size} ] && chmod 700 {part} && mv -f {part} {guard}
 || { rm -f {part}; echo "the file that arrived is not whole" >&2; exit 1; }]]
 
+-- Everything comes in one archive. A name with the shell's pid: a try that was cut off may still be ending there.
+local RECEIVE = [[
+before=$(umask); umask 077; new={new}.$$; trap "rm -rf $new" EXIT; rm -rf {new}.*;
+mkdir $new && tar -xf - -C $new || exit 1;]]
+
 -- The hash is taken there: what was stored is what counts.
 local STORE_BUNDLE = [[
-if [ "$(sha256sum < {part} | cut -c1-64)" = {sha256} ]; then mv -f {part} {bundle};
-else rm -f {part}; echo "the bundle that arrived is not the one that was sent" >&2; exit 1; fi;
-cd {root}/bundles && ls -t | grep "tar[.]gz$" | tail -n +{first_old} | xargs rm -f]]
+[ "$(sha256sum < $new/bundle | cut -c1-64)" = {sha256} ] || {
+echo "the bundle that arrived is not the one that was sent" >&2; exit 1; };
+mv -f $new/bundle {bundle} || exit 1;
+(cd {root}/bundles && ls -t | grep "tar[.]gz$" | tail -n +{first_old} | xargs rm -f);]]
 
 local PLACE_EXISTING = [[
+umask $before;
 [ -d {directory} ] || { echo "there is no directory ~/{directory} (USE_EXISTING_FOLDER)" >&2; exit 1; };]]
 
 local PLACE_NEW = [[
+umask $before;
 mkdir -p {directory} || exit 1;]]
 
 local PLACE_BUNDLE = [[
@@ -58,8 +68,7 @@ tar -xzpf {bundle} --no-same-owner -C {directory} || exit 1;]]
 
 -- The attempt's directory appears whole, by rename; a second time it is there already.
 local PLACE_ATTEMPT = [[
-umask 077;
-[ -d {path} ] || { rm -rf {new} && mkdir {new} && tar -xf - -C {new} && mv {new} {path}; } || exit 1;
+[ -d {path} ] || mv $new {path} || exit 1;
 [ "$(cat {path}/worker)" = "{worker}" ] || {
 echo "this home directory is also that of $(cat {path}/worker); every worker needs its own" >&2; exit 1; }]]
 
@@ -138,19 +147,15 @@ local function push_guard(attempt)
   attempt:expect(answer, "sending the guard")
 end
 
----@param attempt ciranda.run.Attempt
-local function push_bundle(attempt)
-  local values = names(attempt)
-  values.part = values.bundle .. "." .. attempt.part
-  values.sha256 = attempt.bundle.archive_sha256
-  values.first_old = BUNDLES_KEPT + 1
-  attempt.link:use(function(connection)
-    connection:put(attempt.bundle.archive, values.part, { mode = 384 })
-  end)
-  attempt:expect(attempt:shell(fill(STORE_BUNDLE, values)), "storing the bundle")
+--- A file of the archive that is sent, up to its bytes.
+---@param path string
+---@param size integer
+---@return string
+local function file_header(path, size)
+  return tar.header({ path = path, type = "file", mode = 384, size = size, mtime = os.time() })
 end
 
---- The attempt's directory as a tar archive: command, environment, cwd, and whose it is.
+--- The attempt's directory as a tar archive without its end: command, environment, cwd, and whose it is.
 ---@param attempt ciranda.run.Attempt
 ---@return string
 local function directory_archive(attempt)
@@ -166,20 +171,92 @@ local function directory_archive(attempt)
     { "environment", table.concat(variables) },
     { "worker", owner_of(attempt) .. "\n" },
   }) do
-    local entry = { path = file[1], type = "file", mode = 384, size = #file[2], mtime = os.time() }
-    pieces[#pieces + 1] = tar.header(entry) .. file[2] .. tar.padding(#file[2])
+    pieces[#pieces + 1] = file_header(file[1], #file[2]) .. file[2] .. tar.padding(#file[2])
   end
-  return table.concat(pieces) .. tar.trailer()
+  return table.concat(pieces)
 end
 
---- Unpacks the bundle over what is there and makes the attempt's directory.
+-- Pieces of archives by offset: a fleet's workers all get the same ones.
+local archives = setmetatable({}, { __mode = "k" })
+
+--- A piece of the bundle's archive.
+---@param bundle ciranda.archive.Manifest
+---@param offset integer
+---@return string
+local function archive_piece(bundle, offset)
+  local kept = archives[bundle] or {}
+  archives[bundle] = kept
+  if kept[offset] then
+    return kept[offset]
+  end
+  local size = math.min(PIECE, bundle.archive_size - offset)
+  local bytes, problem
+  local fd, message = uv.fs_open(bundle.archive, "r", 0)
+  if fd then
+    bytes, problem = uv.fs_read(fd, size, offset)
+    uv.fs_close(fd)
+  end
+  if not bytes or #bytes ~= size then
+    err.raise({
+      code = "invalid",
+      op = "stage",
+      target = bundle.archive,
+      message = ("the archive %s cannot be read as it was written: %s"):format(
+        bundle.archive,
+        message or problem or "it has become shorter"
+      ),
+    })
+  end
+  if bundle.archive_size <= SHARED then
+    kept[offset] = bytes
+  end
+  return bytes
+end
+
+--- What the worker is sent: the attempt's directory, and in it the bundle where that is not there yet.
 ---@param attempt ciranda.run.Attempt
-local function place(attempt)
-  local script = (attempt.use_existing and PLACE_EXISTING or PLACE_NEW)
+---@param with_bundle boolean
+---@return string|fun(): string? stdin
+local function archive_of(attempt, with_bundle)
+  local directory = directory_archive(attempt)
+  if not with_bundle then
+    return directory .. tar.trailer()
+  end
+  local bundle = attempt.bundle
+  local size = bundle.archive_size
+  local offset, ended
+  return function()
+    if not offset then
+      offset = 0
+      return directory .. file_header("bundle", size)
+    elseif offset < size then
+      local bytes = archive_piece(bundle, offset)
+      offset = offset + #bytes
+      return bytes
+    elseif not ended then
+      ended = true
+      return tar.padding(size) .. tar.trailer()
+    end
+    return nil
+  end
+end
+
+--- Unpacks the bundle, sent or kept, over what is there and makes the attempt's directory.
+---@param attempt ciranda.run.Attempt
+---@param with_bundle boolean the bundle has to be sent
+local function place(attempt, with_bundle)
+  local values = names(attempt)
+  values.sha256 = attempt.bundle and attempt.bundle.archive_sha256
+  values.first_old = BUNDLES_KEPT + 1
+  local script = RECEIVE
+    .. (with_bundle and STORE_BUNDLE or "")
+    .. (attempt.use_existing and PLACE_EXISTING or PLACE_NEW)
     .. (attempt.bundle and PLACE_BUNDLE or "")
     .. PLACE_ATTEMPT
-  local answer =
-    attempt:shell(fill(script, names(attempt)), { stdin = directory_archive(attempt), timeout = UNPACK })
+  local answer = attempt:shell(fill(script, values), {
+    stdin = archive_of(attempt, with_bundle),
+    timeout = UNPACK + (with_bundle and attempt.bundle.archive_size / SLOWEST or 0),
+  })
   attempt:expect(answer, "making the attempt")
 end
 
@@ -244,12 +321,12 @@ function M.stage(attempt)
     attempt:set_phase(("ending the earlier attempt %s"):format(path))
     attempt:end_earlier(path, EARLIER_GRACE)
   end
-  if attempt.bundle and facts.bundle ~= "yes" then
-    attempt:set_phase(("sending the bundle (%d kB)"):format(attempt.bundle.archive_size // 1000))
-    push_bundle(attempt)
-  end
-  attempt:set_phase("making the attempt")
-  place(attempt)
+  local with_bundle = attempt.bundle ~= nil and facts.bundle ~= "yes"
+  attempt:set_phase(
+    with_bundle and ("sending the bundle (%d kB)"):format(attempt.bundle.archive_size // 1000)
+      or "making the attempt"
+  )
+  place(attempt, with_bundle)
   attempt:set_phase("staged")
 end
 
