@@ -75,9 +75,10 @@ local function header_block(name, prefix, entry, kind, target)
     padded(prefix, 155),
     padded("", 12),
   })
+  -- Most of a block is NUL, which adds nothing to the sum.
   local sum = 0
-  for index = 1, BLOCK do
-    sum = sum + block:byte(index)
+  for _, byte in ipairs({ block:gsub("%z+", ""):byte(1, -1) }) do
+    sum = sum + byte
   end
   return block:sub(1, 148) .. string.format("%06o\0 ", sum) .. block:sub(157)
 end
