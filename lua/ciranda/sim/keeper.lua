@@ -2,9 +2,9 @@
 --
 -- It stands between whoever wants a simulator and the simulator. It is a subreaper, so that whatever the workers leave
 -- running, in whatever session, stays among its descendants. When its standard input ends (the program at the other
--- end has gone, however it went), when it is signalled, or when the simulator ends, it ends every descendant: TERM to
--- the simulator, which ends its workers; then KILL to all that is left, again and again until nothing is; then it
--- removes the simulator's directory.
+-- end has gone, however it went), when it is signalled, or when the simulator ends, it sends KILL to every descendant,
+-- again and again until none is left, and removes the simulator's directory. Nobody is asked to end: a machine
+-- that is simulated goes off as by its power switch, and the simulator has nothing to save.
 
 local disk = require("ciranda.sim.disk")
 local engine = require("ciranda.core.engine")
@@ -18,8 +18,7 @@ local uv = require("luv")
 
 local M = {}
 
--- Seconds that the simulator has to end its workers itself, and that everything has to be gone after KILL.
-local TERM_GRACE = 1.5
+-- Seconds in which everything has to be gone after KILL.
 local KILL_DEADLINE = 10
 
 -- Seconds between two looks for adopted children that have ended.
@@ -115,7 +114,7 @@ local function keep(settings_text, directory, keep_directory)
     end)
     ended:wait()
     reaper:cancel("the end")
-    simulator:terminate(TERM_GRACE)
+    simulator:signal("SIGKILL")
     watcher:wait()
   end
   kill_descendants()

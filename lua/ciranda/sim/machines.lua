@@ -248,9 +248,9 @@ local function run(self, host)
   local _ <close> = setmetatable({}, {
     __close = function()
       task.shield(function()
-        for _, who in ipairs(host.machines) do
+        task.map(host.machines, function(who)
           pcall(who.halt, who)
-        end
+        end)
       end)
     end,
   })
