@@ -37,8 +37,15 @@ local NEW_OPTIONS = {
   on_address = true,
 }
 
-local RUN_OPTIONS =
-  { stdin = true, env = true, timeout = true, on_stdout = true, on_stderr = true, limit = true }
+local RUN_OPTIONS = {
+  stdin = true,
+  env = true,
+  timeout = true,
+  on_stdout = true,
+  on_stderr = true,
+  on_result = true,
+  limit = true,
+}
 
 ---@class ciranda.Worker
 ---@field slice integer the platform's own number of its slice
@@ -165,8 +172,9 @@ end
 ---@private
 ---@param fn fun(worker: ciranda.Worker, link: ciranda.fleet.Link): table
 ---@param limit integer?
+---@param on_result fun(result: ciranda.fleet.Result)?
 ---@return ciranda.fleet.Results
-function Fleet:gather_results(fn, limit)
+function Fleet:gather_results(fn, limit, on_result)
   return results.new(self:each(function(worker, worker_link)
     local ok, result = pcall(fn, worker, worker_link)
     if not ok then
@@ -177,6 +185,9 @@ function Fleet:gather_results(fn, limit)
       result = { stdout = "", stderr = "", err = result }
     end
     result.worker = worker
+    if on_result then
+      on_result(result)
+    end
     return result
   end, limit))
 end
@@ -184,7 +195,7 @@ end
 --- Runs a command on every worker at once, by the login user's shell.
 ---@param command string
 ---@param options table? stdin (string), env, timeout (seconds, a worker), limit (workers at once),
----  on_stdout(worker, bytes), on_stderr(worker, bytes)
+---  on_stdout(worker, bytes), on_stderr(worker, bytes), on_result(result) as each worker ends
 ---@return ciranda.fleet.Results one a worker, in order; a failure to connect or a timeout is its `err`
 -- Raises only misuse and cancellation; `results:check()` raises the rest.
 function Fleet:run(command, options)
@@ -207,7 +218,7 @@ function Fleet:run(command, options)
       return connection:exec(command, exec_options)
     end)
     return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
-  end, options.limit)
+  end, options.limit, options.on_result)
 end
 
 --- Connects to every worker: one first, so that a wrong key or user is told once and not a thousand times.
@@ -229,7 +240,8 @@ end
 --- Pushes a file to every worker, or a directory with everything in it.
 ---@param source string a local path
 ---@param destination string a path on the workers, relative to the login directory unless absolute
----@param options { mode: integer?, limit: integer? }? mode of a file (its own)
+---@param options { mode: integer?, limit: integer?, on_result: fun(result: ciranda.fleet.Result)? }? mode of a file
+---  (its own); on_result: called as each worker has it
 ---@return ciranda.fleet.Results
 function Fleet:push(source, destination, options)
   return require("ciranda.fleet.transfer").push(self, source, destination, options or {})
@@ -238,7 +250,7 @@ end
 --- Pulls a file from every worker into DIRECTORY/slice_S_worker_W/NAME.
 ---@param source string a path on the workers
 ---@param directory string a local directory, made when it is not there
----@param options { limit: integer? }?
+---@param options { limit: integer?, on_result: fun(result: ciranda.fleet.Result)? }?
 ---@return ciranda.fleet.Results with `path`, where the file is
 function Fleet:pull(source, directory, options)
   return require("ciranda.fleet.transfer").pull(self, source, directory, options or {})

@@ -19,9 +19,9 @@ end
 ---@param fleet ciranda.Fleet
 ---@param source string
 ---@param destination string
----@param limit integer?
+---@param options { limit: integer?, on_result: function? }
 ---@return ciranda.fleet.Results
-local function push_directory(fleet, source, destination, limit)
+local function push_directory(fleet, source, destination, options)
   local temporary = fs.tempdir("ciranda-push")
   local cleanup <close> = setmetatable({}, {
     __close = function()
@@ -46,7 +46,7 @@ local function push_directory(fleet, source, destination, limit)
       local answer = connection:exec("sh -c " .. quote(script), { timeout = UNPACK })
       return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
     end)
-  end, limit)
+  end, options.limit, options.on_result)
 end
 
 --- See `fleet:push`.
@@ -54,23 +54,23 @@ end
 ---@param fleet ciranda.Fleet
 ---@param source string
 ---@param destination string
----@param options { mode: integer?, limit: integer? }
+---@param options { mode: integer?, limit: integer?, on_result: function? }
 ---@return ciranda.fleet.Results
 function M.push(fleet, source, destination, options)
-  err.check_options(options, { mode = true, limit = true }, "fleet:push", 3)
+  err.check_options(options, { mode = true, limit = true, on_result = true }, "fleet:push", 3)
   local stat = fs.stat(source)
   if stat.type == "directory" then
     if options.mode then
       err.misuse(3, "fleet:push: 'mode' is for a file, and %s is a directory", source)
     end
-    return push_directory(fleet, source, destination, options.limit)
+    return push_directory(fleet, source, destination, options)
   end
   return fleet:gather_results(function(_, link)
     link:use(function(connection)
       connection:put(source, destination, { mode = options.mode })
     end)
     return { code = 0, stdout = "", stderr = "" }
-  end, options.limit)
+  end, options.limit, options.on_result)
 end
 
 --- See `fleet:pull`.
@@ -78,10 +78,10 @@ end
 ---@param fleet ciranda.Fleet
 ---@param source string
 ---@param directory string
----@param options { limit: integer? }
+---@param options { limit: integer?, on_result: function? }
 ---@return ciranda.fleet.Results
 function M.pull(fleet, source, directory, options)
-  err.check_options(options, { limit = true }, "fleet:pull", 3)
+  err.check_options(options, { limit = true, on_result = true }, "fleet:pull", 3)
   local name = source:gsub("/+$", ""):match("[^/]+$")
   if not name or name == ".." or name == "." then
     err.misuse(3, "fleet:pull: %q names no file", source)
@@ -101,7 +101,7 @@ function M.pull(fleet, source, directory, options)
       end
     end)
     return { code = 0, stdout = "", stderr = "", path = path }
-  end, options.limit)
+  end, options.limit, options.on_result)
 end
 
 return M

@@ -23,6 +23,15 @@ function M.queued_resource(options)
   return require("ciranda.provider.queued_resource").slices(options)
 end
 
+--- Slices of whatever has a name: a queued resource, a node, a prefix. See ciranda.provider.named.
+---@async
+---@param options { tpu: ciranda.gcp.Tpu, name: string }
+---@return ciranda.Slice[]
+---@return string[] missing
+function M.named(options)
+  return require("ciranda.provider.named").slices(options)
+end
+
 --- Slices of a list of hosts. See ciranda.provider.hosts.
 ---@param options table
 ---@return ciranda.Slice[]

@@ -123,6 +123,7 @@ end
 ---@field slices ciranda.Slice[]
 ---@field tpu ciranda.gcp.Tpu? when a cloud API was asked
 ---@field connection table what is needed to connect again: user, port, internal_ip, host_key_policy, key
+---@field answered table<ciranda.Worker, string> the address that answered, of those connected to
 ---@field login fun() makes sure that the key is let in; call it before much else
 local Target = {}
 Target.__index = Target
@@ -167,7 +168,9 @@ function M.of(slices, tpu, flags, progress)
     options[name] = value
   end
   local told
+  local answered = {}
   options.on_address = function(worker, kind)
+    answered[worker] = kind == "internal" and worker.internal_address or worker.address
     if not told and worker.internal_address and worker.internal_address ~= worker.address then
       told = kind
       progress:say("Connecting by %s addresses", kind)
@@ -183,6 +186,7 @@ function M.of(slices, tpu, flags, progress)
     slices = slices,
     tpu = tpu,
     connection = connection,
+    answered = answered,
     login = function()
       if tpu then
         access.ensure({
