@@ -21,6 +21,7 @@ local RUN_LIMIT = 120 -- s, for one run
 local LOOK = 0.005 -- s between two looks at the logs
 local WORKERS_PER_SLICE = 4
 local COMMAND = "echo ready"
+local SOURCE = { "tests/fixtures/trainer", "lua/ciranda/mesh", "recipes" } -- what is sent: of the size of a trainer
 
 -- What both sides use: the algorithms that ciranda's client and OpenSSH's server agree on, put first for ssh too.
 local ALGORITHMS = {
@@ -157,11 +158,13 @@ local function compare(count, rounds)
   local workers = workers_of(simulator)
   assert(#workers == count, ("%d workers, not %d"):format(#workers, count))
   local port = simulator.env.CIRANDA_SSH_PORT
-  local options = { "-F", "/dev/null", "-i", key, "-o", "Port=" .. port, "-o", "User=" .. user }
-  table.move({ "-o", "UserKnownHostsFile=" .. SCRATCH .. "/home/.ssh/known_hosts" }, 1, 2, #options + 1, options)
-  for _, list in ipairs({ ALGORITHMS, FLAGS }) do
+  local options = { "-F", "/dev/null", "-i", key }
+  local settings =
+    { "Port=" .. port, "User=" .. user, "UserKnownHostsFile=" .. SCRATCH .. "/home/.ssh/known_hosts" }
+  for _, list in ipairs({ settings, ALGORITHMS, FLAGS }) do
     for _, option in ipairs(list) do
-      table.move({ "-o", option }, 1, 2, #options + 1, options)
+      table.insert(options, "-o")
+      table.insert(options, option)
     end
   end
   local peer_hosts, our_hosts = {}, {}
@@ -222,7 +225,9 @@ end
 local function main()
   make_key()
   fs.mkdir_p(SCRATCH .. "/source")
-  process.run({ "cp", "-R", HERE .. "/../../lua", SCRATCH .. "/source/lua", timeout = 60 }):check()
+  for _, part in ipairs(SOURCE) do
+    process.run({ "cp", "-R", HERE .. "/../../" .. part, SCRATCH .. "/source", timeout = 60 }):check()
+  end
   local figures = {
     bench = "run",
     rounds = SHORT and 1 or 5,
