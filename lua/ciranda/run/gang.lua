@@ -49,7 +49,8 @@ local TAIL = 65536
 ---@class ciranda.run.GangMember
 ---@field worker ciranda.Worker
 ---@field attempt ciranda.run.Attempt
----@field tail string
+---@field tail string[] pieces of its log's end
+---@field tail_size integer
 ---@field outcome ciranda.run.Outcome?
 
 ---@class ciranda.run.Gang
@@ -114,7 +115,7 @@ function M.new(options)
         gang:tell()
       end,
     })
-    gang.members[place] = { worker = worker, attempt = one, tail = "" }
+    gang.members[place] = { worker = worker, attempt = one, tail = {}, tail_size = 0 }
   end
   return gang
 end
@@ -372,18 +373,28 @@ function Gang:stop(grace, reason)
   self.changed:set()
 end
 
+--- Keeps the end of a log: pieces, joined only when there are twice as many bytes as are wanted.
+local function keep_tail(member, bytes)
+  member.tail[#member.tail + 1] = bytes
+  member.tail_size = member.tail_size + #bytes
+  if member.tail_size > 2 * TAIL then
+    local text = table.concat(member.tail):sub(-TAIL)
+    member.tail, member.tail_size = { text }, #text
+  end
+end
+
 --- One member's log followed to its end, and what it ended with.
 ---@private
 function Gang:follow(member)
   local options = self.options
   local record, why = member.attempt:follow(function(bytes)
-    member.tail = (member.tail .. bytes):sub(-TAIL)
+    keep_tail(member, bytes)
     if options.on_bytes then
       options.on_bytes(member.worker, bytes)
     end
   end)
   local outcome = member.attempt:outcome(record, why)
-  outcome.tail = member.tail
+  outcome.tail = table.concat(member.tail):sub(-TAIL)
   if self.stopping and not outcome.lost and outcome.at and outcome.at >= self.stopping.wall - CLOCKS then
     -- Members that agree on their last step may end before our word has reached each of them.
     outcome.stopped = true
