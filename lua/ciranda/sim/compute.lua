@@ -21,10 +21,10 @@ function Service:serves(path)
   return path:find("^/compute/v1/") ~= nil
 end
 
-local function respond(status, value)
+local function respond(status, value, headers)
   return {
     status = status,
-    headers = { ["Content-Type"] = "application/json; charset=UTF-8" },
+    headers = headers or { ["Content-Type"] = "application/json; charset=UTF-8" },
     body = json.encode(value) .. "\n",
   }
 end
@@ -98,23 +98,39 @@ local function set_metadata(self, body)
   })
 end
 
---- Answer a request.
+local METHODS = {
+  ["GET "] = "compute.projects.get",
+  ["POST /setCommonInstanceMetadata"] = "compute.projects.setCommonInstanceMetadata",
+}
+
+local function dispatch(self, request)
+  local name, rest = request.path:match("^/compute/v1/projects/([^/]+)(.*)$")
+  request.called = METHODS[("%s %s"):format(request.method, rest)]
+  self.world.oauth:check(request)
+  if not request.called then
+    errors.raise("NOT_FOUND", ("Method not found: %s %s"):format(request.method, request.path))
+  elseif name ~= self.world.project.id and name ~= self.world.project.number then
+    errors.raise("NOT_FOUND", ("The resource 'projects/%s' was not found"):format(name))
+  end
+  local fault = self.world.faults:on_call(request.called)
+  if request.method == "GET" then
+    return respond(200, project_message(self)), fault
+  end
+  return set_metadata(self, request.body), fault
+end
+
+--- Answer a request. Sets `request.called` to the method's id, when there is such a method.
 ---@param request table
 ---@return table answer
----@return nil
----@return string? method for the log
---- Raises ciranda.sim.Status when the credentials are no good.
+---@return ciranda.sim.Fault? fault
 function Service:handle(request)
-  self.world.oauth:check(request)
-  local name, rest = request.path:match("^/compute/v1/projects/([^/]+)(.*)$")
-  if name ~= self.world.project.id and name ~= self.world.project.number then
-    return refuse(404, "notFound", ("The resource 'projects/%s' was not found"):format(name or "")), nil
-  elseif rest == "" and request.method == "GET" then
-    return respond(200, project_message(self)), nil, "compute.projects.get"
-  elseif rest == "/setCommonInstanceMetadata" and request.method == "POST" then
-    return set_metadata(self, request.body), nil, "compute.projects.setCommonInstanceMetadata"
+  local ok, answer, fault = pcall(dispatch, self, request)
+  if ok then
+    return answer, fault
+  elseif errors.is(answer) then
+    return respond(answer.http, errors.legacy_body(answer), errors.headers(answer))
   end
-  errors.raise("NOT_FOUND", ("Method not found: %s %s"):format(request.method, request.path))
+  return error(answer, 0)
 end
 
 return M

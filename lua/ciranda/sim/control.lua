@@ -3,6 +3,7 @@
 -- It is no part of any cloud and asks for no credentials; like everything else of a simulator it is only reachable on
 -- loopback addresses.
 
+local credential_files = require("ciranda.sim.credential_files")
 local errors = require("ciranda.sim.errors")
 local json = require("ciranda.io.json")
 local maintenance = require("ciranda.sim.maintenance")
@@ -175,7 +176,8 @@ end
 
 local routes = {}
 
-function routes.GET(self, path, _, query)
+function routes.GET(self, path, _, request)
+  local query = request.query
   if path == "status" then
     return self:status()
   elseif path == "requests" then
@@ -216,9 +218,16 @@ function routes.PUT(self, path, body)
   return nil
 end
 
-function routes.POST(self, path, body)
+function routes.POST(self, path, body, request)
   if path == "faults" then
     return self.world.faults:add(body)
+  elseif path == "credentials" then
+    return credential_files.make({
+      oauth = self.world.oauth,
+      project = self.world.project,
+      url = "http://" .. (request.headers["Host"] or "localhost"),
+      email = body.email,
+    }, body.type)
   elseif path == "clock" then
     local seconds = tonumber(body.advance)
     if not seconds or seconds < 0 then
@@ -263,7 +272,7 @@ function Control:handle(request)
     body = value
   end
   local route = routes[request.method]
-  local result = route and route(self, path, body, request.query)
+  local result = route and route(self, path, body, request)
   if not result then
     errors.raise("NOT_FOUND", ("there is no %s %s"):format(request.method, request.path))
   end

@@ -33,6 +33,7 @@ local CODES = {
 ---@field http integer HTTP status
 ---@field message string
 ---@field details table[]?
+---@field retry_after number? seconds
 local Status = {
   __name = "ciranda.sim.Status",
   __tostring = function(self)
@@ -81,6 +82,47 @@ end
 ---@return table
 function M.http_body(err)
   return { error = { code = err.http, message = err.message, status = err.status, details = err.details } }
+end
+
+-- What Google's older APIs call the reason of a refusal, in place of a canonical name.
+local REASONS = {
+  ABORTED = "conflict",
+  ALREADY_EXISTS = "conflict",
+  CANCELLED = "cancelled",
+  DATA_LOSS = "backendError",
+  DEADLINE_EXCEEDED = "gatewayTimeout",
+  FAILED_PRECONDITION = "failedPrecondition",
+  INTERNAL = "backendError",
+  INVALID_ARGUMENT = "invalid",
+  NOT_FOUND = "notFound",
+  OUT_OF_RANGE = "invalid",
+  PERMISSION_DENIED = "forbidden",
+  RESOURCE_EXHAUSTED = "rateLimitExceeded",
+  UNAUTHENTICATED = "authError",
+  UNAVAILABLE = "backendError",
+  UNIMPLEMENTED = "notImplemented",
+  UNKNOWN = "backendError",
+}
+
+--- The body of an HTTP answer in the form of Google's older APIs: Cloud Storage, Compute Engine.
+---@param err ciranda.sim.Status
+---@return table
+function M.legacy_body(err)
+  local entry = { message = err.message, domain = "global", reason = REASONS[err.status] }
+  if err.status == "UNAUTHENTICATED" then
+    entry.locationType, entry.location = "header", "Authorization"
+  end
+  return { error = { code = err.http, message = err.message, errors = { entry } } }
+end
+
+--- The headers of an HTTP answer.
+---@param err ciranda.sim.Status
+---@return table<string, string>
+function M.headers(err)
+  return {
+    ["Content-Type"] = "application/json; charset=UTF-8",
+    ["Retry-After"] = err.retry_after and ("%d"):format(math.ceil(err.retry_after)) or nil,
+  }
 end
 
 --- The Status message of an operation or of failedData.

@@ -2,6 +2,7 @@
 
 local errors = require("ciranda.sim.errors")
 local metadata = require("ciranda.sim.metadata")
+local oauth = require("ciranda.sim.oauth")
 local task = require("ciranda.task")
 local tpu = require("ciranda.sim.tpu")
 
@@ -14,7 +15,8 @@ local HANG = 3600
 ---@field world table
 ---@field oauth ciranda.sim.OAuth
 ---@field requests ciranda.sim.RequestLog
----@field services table[] each with `serves(path)` and `handle(request)` -> answer, fault?, method?
+---@field services table[] each with `serves(path)` and `handle(request)` -> answer, fault?, which sets
+---  `request.called` to the id of the method that is called
 
 -- A body that is written by a function, cut in the middle.
 local function cut_short(body, length)
@@ -65,22 +67,48 @@ local function plain_request(request)
   }
 end
 
-local function route(parts, request)
-  local granted = parts.oauth:handle(request)
-  if granted then
-    return granted, nil, "oauth.token"
+-- The endpoints that give tokens.
+local function tokens(parts)
+  local service = {}
+  function service:serves(path)
+    return oauth.method_of(path) ~= nil
   end
-  for _, service in ipairs(parts.services) do
+  function service:handle(request)
+    request.called = oauth.method_of(request.path)
+    local ok, fault = pcall(parts.world.faults.on_call, parts.world.faults, request.called)
+    if not ok then
+      return errors.is(fault) and oauth.refusal(fault) or error(fault, 0)
+    end
+    return parts.oauth:handle(request), fault
+  end
+  return service
+end
+
+-- The metadata server of the machine on which the client runs; a worker's is at the worker's address.
+local function metadata_server(parts)
+  local service = {}
+  local function tree()
+    return metadata.runner(parts.world)
+  end
+  function service:serves(path)
+    return path:find("^/computeMetadata") ~= nil
+  end
+  function service:handle(request)
+    request.called = "metadata"
+    local ok, fault = pcall(parts.world.faults.on_call, parts.world.faults, request.called)
+    if not ok then
+      return errors.is(fault) and metadata.refusal(fault) or error(fault, 0)
+    end
+    return metadata.answer(tree, request), fault
+  end
+  return service
+end
+
+local function route(services, request)
+  for _, service in ipairs(services) do
     if service:serves(request.path) then
       return service:handle(request)
     end
-  end
-  if request.path:find("^/computeMetadata") then
-    return metadata.answer(function()
-      return metadata.runner(parts.world)
-    end, request),
-      nil,
-      "metadata"
   end
   return errors.raise("NOT_FOUND", ("there is nothing at %s"):format(request.path))
 end
@@ -89,19 +117,20 @@ end
 ---@param parts ciranda.sim.GatewayParts
 ---@return fun(request: ciranda.server.Request): ciranda.server.Answer
 function M.new(parts)
+  local services = table.move(parts.services, 1, #parts.services, 1, {})
+  table.insert(services, tokens(parts))
+  table.insert(services, metadata_server(parts))
   return function(raw)
     local request = plain_request(raw)
-    local results = table.pack(pcall(route, parts, request))
-    local answer, fault, method = results[2], results[3], results[4]
-    if not results[1] then
+    local ok, answer, fault = pcall(route, services, request)
+    if not ok then
       if not errors.is(answer) then
-        parts.requests:add(request, nil, 500)
+        parts.requests:add(request, 500)
         error(answer, 0)
       end
-      answer = tpu.refusal(answer)
-      fault, method = nil, nil
+      answer, fault = tpu.refusal(answer), nil
     end
-    parts.requests:add(request, method, answer.status, fault and fault.kind)
+    parts.requests:add(request, answer.status, fault and fault.kind)
     return fault and spoil(answer, fault) or answer
   end
 end

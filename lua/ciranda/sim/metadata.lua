@@ -202,6 +202,13 @@ local function wait_for_change(tree, path, query, first)
   return answer
 end
 
+--- A refusal as the metadata server writes it.
+---@param err ciranda.sim.Status
+---@return table answer
+function M.refusal(err)
+  return text(err.http, err.message .. "\n", "text/plain")
+end
+
 --- Answer a request.
 ---@async
 ---@param tree fun(): table makes the tree as it is now

@@ -194,6 +194,16 @@ local function granted(self, account, extra)
   return answer(200, fields)
 end
 
+-- The client that asks, in the form or by HTTP Basic (RFC 6749, section 2.3.1).
+local function identify(request, form)
+  local encoded = (request.headers["Authorization"] or ""):match("^[Bb]asic%s+(%S+)$")
+  local ok, text = pcall(crypto.unbase64, encoded or "")
+  local id, secret = (ok and text or ""):match("^([^:]*):(.*)$")
+  if id then
+    form.client_id, form.client_secret = id, secret
+  end
+end
+
 local grants = {}
 
 function grants.refresh_token(self, form)
@@ -217,9 +227,12 @@ grants["urn:ietf:params:oauth:grant-type:jwt-bearer"] = function(self, form)
 end
 
 grants["urn:ietf:params:oauth:grant-type:token-exchange"] = function(self, form)
-  if not form.subject_token or form.subject_token == "" then
-    return refusal("invalid_request", "Missing required parameter: subject_token")
-  elseif not (form.audience or ""):match("^//iam%.googleapis%.com/.+/providers/[^/]+$") then
+  for _, name in ipairs({ "subject_token", "subject_token_type", "requested_token_type" }) do
+    if not form[name] or form[name] == "" then
+      return refusal("invalid_request", "Missing required parameter: " .. name)
+    end
+  end
+  if not (form.audience or ""):match("^//iam%.googleapis%.com/.+/providers/[^/]+$") then
     return refusal("invalid_target", 'The target service indicated by the "audience" parameters is invalid.')
   end
   return granted(self, "principal:" .. form.audience, {
@@ -227,37 +240,65 @@ grants["urn:ietf:params:oauth:grant-type:token-exchange"] = function(self, form)
   })
 end
 
---- Answer the token endpoints.
----@param request ciranda.server.Request
----@return table? answer nil when the path is none of theirs
-function OAuth:handle(request)
-  local path = request.path
-  if path == "/token" or path == "/v1/token" or path == "/v1/oauth/token" then
-    if request.method ~= "POST" then
-      return refusal("invalid_request", "The request method must be POST")
-    end
-    local form = request:form()
-    local grant = grants[form.grant_type or ""]
-    if not grant then
-      return refusal("unsupported_grant_type", "Invalid grant_type: " .. tostring(form.grant_type))
-    end
-    return grant(self, form)
+local TOKEN_PATHS = {
+  ["/token"] = "oauth.token",
+  ["/v1/token"] = "sts.token",
+  ["/v1/oauth/token"] = "sts.oauthtoken",
+}
+
+local IMPERSONATION = "^/v1/projects/%-/serviceAccounts/([^/:]+):generateAccessToken$"
+
+--- The method that a path of these endpoints stands for.
+---@param path string
+---@return string? nil when the path is none of theirs
+function M.method_of(path)
+  if path:find(IMPERSONATION) then
+    return "iamcredentials.generateAccessToken"
   end
-  local email = path:match("^/v1/projects/%-/serviceAccounts/([^/:]+):generateAccessToken$")
-  if not email then
-    return nil
-  end
+  return TOKEN_PATHS[path]
+end
+
+-- How the token endpoints name what passes; anything else is "server_error".
+local PASSING = { UNAVAILABLE = "temporarily_unavailable", INTERNAL = "internal_failure" }
+
+--- A refusal as the token endpoints write it.
+---@param err ciranda.sim.Status
+---@return table answer
+function M.refusal(err)
+  return answer(err.http, { error = PASSING[err.status] or "server_error", error_description = err.message })
+end
+
+local function generate_access_token(self, request)
   self:check(request)
   local ok, body = pcall(json.decode, request.body)
   local lifetime = ok and type(body) == "table" and clock.parse_duration(body.lifetime or "3600s")
   if not lifetime or lifetime <= 0 or lifetime > 43200 or type(body.scope) ~= "table" then
     errors.raise(errors.invalid("Invalid lifetime or scope", "lifetime"))
   end
-  email = email:gsub("%%40", "@")
+  local email = request.path:match(IMPERSONATION):gsub("%%40", "@")
   return answer(200, {
     accessToken = self:issue(email, lifetime),
     expireTime = os.date("!%Y-%m-%dT%H:%M:%SZ", math.floor(self.clock:now() + lifetime)),
   })
+end
+
+--- Answer the token endpoints.
+---@param request ciranda.server.Request
+---@return table? answer nil when the path is none of theirs
+--- Raises ciranda.sim.Status when an impersonation is refused.
+function OAuth:handle(request)
+  if not TOKEN_PATHS[request.path] then
+    return M.method_of(request.path) and generate_access_token(self, request)
+  elseif request.method ~= "POST" then
+    return refusal("invalid_request", "The request method must be POST")
+  end
+  local form = request:form()
+  identify(request, form)
+  local grant = grants[form.grant_type or ""]
+  if not grant then
+    return refusal("unsupported_grant_type", "Invalid grant_type: " .. tostring(form.grant_type))
+  end
+  return grant(self, form)
 end
 
 return M

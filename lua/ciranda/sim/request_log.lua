@@ -37,18 +37,17 @@ local function without_secrets(target)
 end
 
 --- Add a request.
----@param request { method: string, target: string, headers: table }
----@param method string?
+---@param request { method: string, target: string, headers: table, called: string? } `called` is the method's id
 ---@param status integer?
 ---@param fault string?
-function RequestLog:add(request, method, status, fault)
+function RequestLog:add(request, status, fault)
   self.last = self.last + 1
   self.list[self.last] = {
     id = self.last,
     time = clock.timestamp(self.clock:now()),
     verb = request.method,
     path = without_secrets(request.target),
-    method = method,
+    method = request.called,
     status = status,
     client = request.headers["User-Agent"] or "",
     fault = fault,

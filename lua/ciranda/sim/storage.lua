@@ -4,7 +4,9 @@
 -- and rewrite, and the three kinds of upload (ciranda.sim.storage_upload). Like the public emulators it asks for no
 -- credentials; those that are sent must be good.
 
+local buckets = require("ciranda.sim.storage_bucket")
 local crypto = require("ciranda.io.crypto")
+local errors = require("ciranda.sim.errors")
 local fieldmask = require("ciranda.sim.fieldmask")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
@@ -13,13 +15,16 @@ local upload = require("ciranda.sim.storage_upload")
 
 local M = {}
 
+-- The most that a page of a list holds.
+local MAX_RESULTS = 1000
+
 -- Bytes read at once when an object is sent.
 local CHUNK = 256 * 1024
 
 ---@class ciranda.sim.StorageService
 ---@field world table
 ---@field directory string
----@field buckets table<string, { name: string, created: number, objects: table<string, ciranda.sim.StoredObject> }>
+---@field buckets table<string, ciranda.sim.Bucket>
 ---@field sessions table<string, table>
 local Service = {}
 Service.__index = Service
@@ -41,7 +46,7 @@ function M.new(world, directory, options)
     last_generation = 0,
   }, Service)
   for _, name in ipairs(options.buckets or {}) do
-    self:make_bucket(name)
+    self:make_bucket(name, {})
   end
   return self
 end
@@ -56,28 +61,24 @@ function Service:serves(path)
 end
 
 ---@param name string
----@return table bucket
-function Service:make_bucket(name)
-  local bucket = { name = name, created = self.world.clock:now(), objects = {} }
-  self.buckets[name] = bucket
-  return bucket
-end
-
-local function valid_bucket_name(name)
-  return #name >= 3 and #name <= 63 and name:match("^[%l%d][%l%d._-]*[%l%d]$") ~= nil
+---@param body table what is said of it
+---@return ciranda.sim.Bucket
+function Service:make_bucket(name, body)
+  self.buckets[name] = buckets.new(name, body, self.world.clock:now())
+  return self.buckets[name]
 end
 
 ---@param name string
----@return table bucket
+---@return ciranda.sim.Bucket
 function Service:bucket(name)
   return self.buckets[name] or objects.refuse(404, "notFound", "The specified bucket does not exist.")
 end
 
 ---@param name string
----@return table bucket
+---@return ciranda.sim.Bucket
 function Service:bucket_for_writing(name)
-  if not self.buckets[name] and self.make_buckets and valid_bucket_name(name) then
-    return self:make_bucket(name)
+  if not self.buckets[name] and self.make_buckets and buckets.valid_name(name) then
+    return self:make_bucket(name, {})
   end
   return self:bucket(name)
 end
@@ -92,7 +93,7 @@ end
 --- Put an object into a bucket, in the place of one of the same name.
 ---@async
 ---@param bucket table
----@param about table name, path, size, crc32c, md5, content_type, ...
+---@param about table name, path, size, crc32c, md5, components, said, metadata
 ---@return ciranda.sim.StoredObject
 function Service:put(bucket, about)
   local now = self.world.clock:now()
@@ -110,9 +111,7 @@ function Service:put(bucket, about)
     md5 = about.md5,
     components = about.components,
     path = about.path,
-    content_type = about.content_type,
-    content_encoding = about.content_encoding,
-    cache_control = about.cache_control,
+    said = about.said,
     metadata = about.metadata,
     created = now,
     updated = now,
@@ -133,29 +132,14 @@ local function find_object(bucket, name, query)
   return object
 end
 
-local function bucket_message(self, bucket, base)
-  return {
-    kind = "storage#bucket",
-    id = bucket.name,
-    name = bucket.name,
-    selfLink = ("%s/storage/v1/b/%s"):format(base, bucket.name),
-    projectNumber = self.world.project.number,
-    metageneration = "1",
-    location = "US",
-    locationType = "multi-region",
-    storageClass = "STANDARD",
-    etag = "CAE=",
-    timeCreated = objects.time(bucket.created),
-    updated = objects.time(bucket.created),
-  }
-end
-
 -- The methods' ids, by verb and form of the path: for the log and for faults.
 local METHODS = {
   ["GET b"] = "storage.buckets.list",
   ["POST b"] = "storage.buckets.insert",
   ["GET b/B"] = "storage.buckets.get",
   ["DELETE b/B"] = "storage.buckets.delete",
+  ["PATCH b/B"] = "storage.buckets.patch",
+  ["PUT b/B"] = "storage.buckets.update",
   ["GET b/B/o"] = "storage.objects.list",
   ["GET b/B/o/O"] = "storage.objects.get",
   ["DELETE b/B/o/O"] = "storage.objects.delete",
@@ -168,24 +152,47 @@ local METHODS = {
 
 local handlers = {}
 
+local function bucket_answer(self, bucket, request)
+  return objects.answer(200, buckets.message(bucket, self.world.project.number, request.base))
+end
+
+-- The number of items on a page, and the name after which it begins.
+local function page_of(query)
+  local size = objects.number_of(query, "maxResults") or MAX_RESULTS
+  local token = query.pageToken
+  if not token or token == "" then
+    token = nil
+  else
+    token = crypto.unbase64url(token) or objects.refuse(400, "invalid", "Invalid argument.", "pageToken")
+  end
+  return math.min(size == 0 and MAX_RESULTS or size, MAX_RESULTS), token
+end
+
 handlers["GET b"] = function(self, request)
+  local prefix = request.query.prefix or ""
+  local size, after = page_of(request.query)
   local names = {}
   for name in pairs(self.buckets) do
-    if name:sub(1, #(request.query.prefix or "")) == (request.query.prefix or "") then
+    if name:sub(1, #prefix) == prefix and (not after or name > after) then
       names[#names + 1] = name
     end
   end
   table.sort(names)
   local items = json.array({})
-  for i, name in ipairs(names) do
-    items[i] = bucket_message(self, self.buckets[name], request.base)
+  for i = 1, math.min(size, #names) do
+    items[i] = buckets.message(self.buckets[names[i]], self.world.project.number, request.base)
   end
-  return objects.answer(200, { kind = "storage#buckets", items = items })
+  return objects.answer(200, {
+    kind = "storage#buckets",
+    items = #items > 0 and items or nil,
+    nextPageToken = #names > size and crypto.base64url(names[size]) or nil,
+  })
 end
 
 handlers["POST b"] = function(self, request)
-  local name = upload.parse_json(request.body).name
-  if type(name) ~= "string" or not valid_bucket_name(name) then
+  local body = upload.parse_json(request.body)
+  local name = body.name
+  if not buckets.valid_name(name) then
     objects.refuse(400, "invalid", ("Invalid bucket name: '%s'"):format(tostring(name)), "name")
   elseif self.buckets[name] then
     objects.refuse(
@@ -194,15 +201,33 @@ handlers["POST b"] = function(self, request)
       "Your previous request to create the named bucket succeeded and you already own it."
     )
   end
-  return objects.answer(200, bucket_message(self, self:make_bucket(name), request.base))
+  return bucket_answer(self, self:make_bucket(name, body), request)
 end
 
 handlers["GET b/B"] = function(self, request, name)
-  return objects.answer(200, bucket_message(self, self:bucket(name), request.base))
+  local bucket = self:bucket(name)
+  objects.check_conditions(request.query, bucket, true)
+  return bucket_answer(self, bucket, request)
 end
 
-handlers["DELETE b/B"] = function(self, _, name)
+local function change_bucket(self, request, name, whole)
   local bucket = self:bucket(name)
+  objects.check_conditions(request.query, bucket)
+  buckets.change(bucket, upload.parse_json(request.body), whole, self.world.clock:now())
+  return bucket_answer(self, bucket, request)
+end
+
+handlers["PATCH b/B"] = function(self, request, name)
+  return change_bucket(self, request, name, false)
+end
+
+handlers["PUT b/B"] = function(self, request, name)
+  return change_bucket(self, request, name, true)
+end
+
+handlers["DELETE b/B"] = function(self, request, name)
+  local bucket = self:bucket(name)
+  objects.check_conditions(request.query, bucket)
   if next(bucket.objects) then
     objects.refuse(409, "conflict", "The bucket you tried to delete is not empty.")
   end
@@ -249,9 +274,7 @@ end
 handlers["GET b/B/o"] = function(self, request, name)
   local query = request.query
   local entries = listing(self:bucket(name), query)
-  local size = objects.number_of(query, "maxResults") or 1000
-  size = math.min(size == 0 and 1000 or size, 1000)
-  local after = query.pageToken and query.pageToken ~= "" and crypto.unbase64url(query.pageToken) or nil
+  local size, after = page_of(query)
   local items, prefixes, last = json.array({}), json.array({}), nil
   local token
   for _, entry in ipairs(entries) do
@@ -297,8 +320,11 @@ local function send(object, request)
   local first, last = range_of(request.headers["Range"], object.size)
   local headers = {
     ["Accept-Ranges"] = "bytes",
-    ["Content-Type"] = object.content_type,
-    ["Content-Encoding"] = object.content_encoding,
+    ["Content-Type"] = object.said.contentType,
+    ["Content-Encoding"] = object.said.contentEncoding,
+    ["Content-Disposition"] = object.said.contentDisposition,
+    ["Content-Language"] = object.said.contentLanguage,
+    ["Cache-Control"] = object.said.cacheControl,
     ETag = ('"%d"'):format(object.generation),
     ["X-Goog-Generation"] = object.generation,
     ["X-Goog-Metageneration"] = object.metageneration,
@@ -353,22 +379,10 @@ local function change(self, request, bucket_name, name, whole)
   local object = find_object(self:bucket(bucket_name), name, request.query)
   objects.check_conditions(request.query, object)
   local body = upload.parse_json(request.body)
-  for field, key in pairs({
-    contentType = "content_type",
-    contentEncoding = "content_encoding",
-    cacheControl = "cache_control",
-  }) do
-    if body[field] ~= nil then
-      object[key] = body[field] ~= json.null and body[field] or nil
-    end
-  end
-  if whole or body.metadata == json.null then
-    object.metadata = nil
-  end
-  for key, value in pairs(type(body.metadata) == "table" and body.metadata or {}) do
-    object.metadata = object.metadata or {}
-    object.metadata[key] = value ~= json.null and value or nil
-  end
+  -- The class of an object is changed by rewriting it.
+  body.storageClass = nil
+  objects.say(object.said, body)
+  object.metadata = objects.metadata(object.metadata, body, whole)
   object.metageneration = object.metageneration + 1
   object.updated = self.world.clock:now()
   return objects.answer(200, objects.message(object, request.base))
@@ -407,15 +421,17 @@ handlers["POST b/B/o/O/compose"] = function(self, request, bucket_name, name)
       size, components = size + #data, components + (part.components or 1)
     end
   end
-  local destination = body.destination or {}
+  local destination = type(body.destination) == "table" and body.destination or {}
+  local said = { contentType = parts[1].said.contentType }
+  objects.say(said, destination)
   local object = self:put(bucket, {
     name = name,
     path = path,
     size = size,
     crc32c = sum:finish(),
     components = components,
-    content_type = destination.contentType or parts[1].content_type,
-    metadata = destination.metadata,
+    said = said,
+    metadata = objects.metadata(nil, destination),
   })
   return objects.answer(200, objects.message(object, request.base))
 end
@@ -429,9 +445,9 @@ local function copy(self, request, from_bucket, from_name, to_bucket, to_name)
   local body = upload.parse_json(request.body)
   local about = { name = to_name, path = self:new_path(), size = source.size, crc32c = source.crc32c }
   about.md5, about.components = source.md5, source.components
-  about.content_type = body.contentType or source.content_type
-  about.content_encoding, about.cache_control = source.content_encoding, source.cache_control
-  about.metadata = body.metadata or source.metadata
+  about.said = self.world.copy(source.said)
+  objects.say(about.said, body)
+  about.metadata = body.metadata == nil and source.metadata or objects.metadata(nil, body)
   fs.copy(source.path, about.path)
   return objects.message(self:put(bucket, about), request.base)
 end
@@ -474,6 +490,7 @@ local function shape_of(path)
   return table.concat(form, "/"), names
 end
 
+-- Sets `request.called` to the method's id as soon as it is known, for refusals too.
 local function dispatch(self, request)
   local path = request.path:match("/storage/v1/(.*)$")
   if request.headers["Authorization"] then
@@ -482,20 +499,21 @@ local function dispatch(self, request)
   request.base = ("http://%s"):format(request.headers["Host"] or "localhost")
   local form, names = shape_of(path)
   if request.path:find("/upload/storage/v1/", 1, true) then
-    local fault = self.world.faults:on_call("storage.objects.insert")
+    request.called = "storage.objects.insert"
+    local fault = self.world.faults:on_call(request.called)
     local bucket = form == "b/B/o" and names[1] or objects.refuse(404, "notFound", "Not Found")
-    return upload.handle(self, request, bucket), fault, "storage.objects.insert"
+    return upload.handle(self, request, bucket), fault
   end
   if request.path:find("^/download/") then
     request.query.alt = "media"
   end
   local verb = request.method == "HEAD" and "GET" or request.method
-  local method = METHODS[verb .. " " .. form]
+  request.called = METHODS[verb .. " " .. form]
   local handler = handlers[verb .. " " .. form]
   if not handler then
     objects.refuse(404, "notFound", "Not Found")
   end
-  local fault = self.world.faults:on_call(method)
+  local fault = self.world.faults:on_call(request.called)
   local answer = handler(self, request, table.unpack(names))
   if
     request.query.fields
@@ -506,22 +524,22 @@ local function dispatch(self, request)
     local mask = fieldmask.parse(request.query.fields)
     answer = objects.answer(200, fieldmask.apply(mask, json.decode(answer.body)), answer.headers)
   end
-  return answer, fault, method
+  return answer, fault
 end
 
---- Answer a request.
+--- Answer a request. Sets `request.called` to the method's id, when there is such a method.
 ---@async
 ---@param request table `method`, `path` (not decoded), `query`, `headers`, `body`
 ---@return table answer
 ---@return ciranda.sim.Fault? fault
----@return string? method for the log
---- Raises ciranda.sim.Status when credentials are no good or a fault of the kind "error" strikes.
 function Service:handle(request)
-  local ok, answer, fault, method = pcall(dispatch, self, request)
+  local ok, answer, fault = pcall(dispatch, self, request)
   if ok then
-    return answer, fault, method
+    return answer, fault
   elseif objects.is_refusal(answer) then
-    return objects.refusal_answer(answer), nil, "storage"
+    return objects.refusal_answer(answer)
+  elseif errors.is(answer) then -- bad credentials, or a fault
+    return objects.answer(answer.http, errors.legacy_body(answer), errors.headers(answer))
   end
   return error(answer, 0)
 end

@@ -14,12 +14,21 @@ local M = {}
 ---@field crc32c string raw, four bytes big-endian
 ---@field md5 string? raw; absent on composites
 ---@field path string file with the bytes
----@field content_type string
----@field content_encoding string?
----@field cache_control string?
+---@field said table<string, string> contentType, cacheControl, ... by the API's names
 ---@field metadata table<string, string>?
 ---@field created number
 ---@field updated number
+
+-- What a client may say of an object besides its metadata.
+local SETTABLE = {
+  "cacheControl",
+  "contentDisposition",
+  "contentEncoding",
+  "contentLanguage",
+  "contentType",
+  "customTime",
+  "storageClass",
+}
 
 local Refusal = { __name = "ciranda.sim.StorageRefusal" }
 
@@ -57,6 +66,51 @@ function M.refusal_answer(refusal)
   })
 end
 
+--- Take over what a client says of an object, field by field; null takes away.
+---@param said table<string, string> contentType, cacheControl, ... is changed
+---@param body table decoded JSON
+--- Raises a refusal.
+function M.say(said, body)
+  for _, field in ipairs(SETTABLE) do
+    local value = body[field]
+    if value == json.null then
+      said[field] = nil
+    elseif value ~= nil and type(value) ~= "string" then
+      M.refuse(400, "invalid", ("Invalid value for field '%s'"):format(field), field)
+    elseif value ~= nil then
+      said[field] = value
+    end
+  end
+end
+
+--- Take over a client's own metadata, entry by entry; null takes away.
+---@param metadata table<string, string>? what is there
+---@param body table decoded JSON
+---@param whole boolean? what is not said goes
+---@return table<string, string>?
+--- Raises a refusal.
+function M.metadata(metadata, body, whole)
+  if whole or body.metadata == json.null then
+    metadata = nil
+  end
+  if body.metadata == nil or body.metadata == json.null then
+    return metadata
+  elseif type(body.metadata) ~= "table" then
+    M.refuse(400, "invalid", "Invalid value for field 'metadata'", "metadata")
+  end
+  local result = {}
+  for key, value in pairs(metadata or {}) do
+    result[key] = value
+  end
+  for key, value in pairs(body.metadata) do
+    if value ~= json.null and type(value) ~= "string" then
+      M.refuse(400, "invalid", ("Invalid value of metadata '%s'"):format(tostring(key)), "metadata")
+    end
+    result[key] = value ~= json.null and value or nil
+  end
+  return next(result) and result or nil
+end
+
 --- An answer in JSON.
 ---@param status integer
 ---@param value table
@@ -92,7 +146,7 @@ end
 function M.message(object, base)
   local path = ("/storage/v1/b/%s/o/%s"):format(object.bucket, M.encode(object.name))
   local etag = crypto.base64(("%d/%d"):format(object.generation, object.metageneration))
-  return {
+  local message = {
     kind = "storage#object",
     id = ("%s/%s/%d"):format(object.bucket, object.name, object.generation),
     selfLink = base .. path,
@@ -101,9 +155,6 @@ function M.message(object, base)
     bucket = object.bucket,
     generation = tostring(object.generation),
     metageneration = tostring(object.metageneration),
-    contentType = object.content_type,
-    contentEncoding = object.content_encoding,
-    cacheControl = object.cache_control,
     storageClass = "STANDARD",
     size = tostring(object.size),
     md5Hash = object.md5 and crypto.base64(object.md5) or nil,
@@ -115,6 +166,10 @@ function M.message(object, base)
     timeStorageClassUpdated = M.time(object.created),
     metadata = object.metadata and json.object(object.metadata) or nil,
   }
+  for field, value in pairs(object.said) do
+    message[field] = value
+  end
+  return message
 end
 
 local function number_of(query, name)

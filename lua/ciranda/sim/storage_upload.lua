@@ -36,26 +36,29 @@ local function description(request, metadata, content_type)
   if type(name) ~= "string" or name == "" or #name > 1024 then
     objects.refuse(400, "required", "Required parameter: name", "name")
   end
+  local said = {
+    contentType = content_type or "application/octet-stream",
+    contentEncoding = request.query.contentEncoding,
+  }
+  objects.say(said, metadata)
   return {
     name = name,
-    content_type = metadata.contentType or content_type or "application/octet-stream",
-    content_encoding = metadata.contentEncoding or request.query.contentEncoding,
-    cache_control = metadata.cacheControl,
-    metadata = metadata.metadata,
-    said = { crc32c = metadata.crc32c, md5Hash = metadata.md5Hash },
+    said = said,
+    metadata = objects.metadata(nil, metadata),
+    hashes = { crc32c = metadata.crc32c, md5Hash = metadata.md5Hash },
   }
 end
 
 -- What X-Goog-Hash says is checked like what the metadata says.
-local function merge_hashes(said, header)
+local function merge_hashes(hashes, header)
   local more = objects.hashes_of(header)
-  return { crc32c = said.crc32c or more.crc32c, md5Hash = said.md5Hash or more.md5Hash }
+  return { crc32c = hashes.crc32c or more.crc32c, md5Hash = hashes.md5Hash or more.md5Hash }
 end
 
 local function store_whole(storage, request, bucket, about, data)
   objects.check_conditions(request.query, bucket.objects[about.name])
   about.crc32c, about.md5 = crypto.digest("crc32c", data), crypto.digest("md5", data)
-  objects.check_hashes(merge_hashes(about.said, request.headers["X-Goog-Hash"]), about.crc32c, about.md5)
+  objects.check_hashes(merge_hashes(about.hashes, request.headers["X-Goog-Hash"]), about.crc32c, about.md5)
   about.path, about.size = storage:new_path(), #data
   fs.write(about.path, data, { sync = false })
   return objects.answer(200, objects.message(storage:put(bucket, about), request.base))
@@ -99,11 +102,12 @@ local function split_multipart(content_type, body)
   end
   local result = {}
   for i, part in ipairs(parts) do
-    local head, data = part:match("^(.-)\r\n\r\n(.*)$")
+    -- A part may have no headers: then it begins with the empty line.
+    local head, data = ("\r\n" .. part):match("^(.-)\r\n\r\n(.*)$")
     if not head then
       objects.refuse(400, "badContent", "A part of the multipart upload has no end of its headers")
     end
-    result[i] = { type = ("\r\n" .. head):lower():match("\r\ncontent%-type:%s*([^\r\n]+)"), data = data }
+    result[i] = { type = head:lower():match("\r\ncontent%-type:%s*([^\r\n]+)"), data = data }
   end
   return result[1], result[2]
 end
@@ -193,7 +197,7 @@ local function finish(storage, session, request)
   session.sums = session.sums or { session.crc32c:finish(), session.md5:finish() }
   about.crc32c, about.md5 = session.sums[1], session.sums[2]
   objects.check_conditions(session.query, session.bucket.objects[about.name])
-  objects.check_hashes(merge_hashes(about.said, request.headers["X-Goog-Hash"]), about.crc32c, about.md5)
+  objects.check_hashes(merge_hashes(about.hashes, request.headers["X-Goog-Hash"]), about.crc32c, about.md5)
   about.path, about.size = session.path, session.received
   session.done = objects.message(storage:put(session.bucket, about), request.base)
   return objects.answer(200, session.done)

@@ -157,20 +157,18 @@ function M.new(world)
 end
 
 local function answer(status, value, headers)
-  headers = headers or {}
-  headers["Content-Type"] = "application/json; charset=UTF-8"
-  return { status = status, headers = headers, body = json.encode(value, { indent = true }) .. "\n" }
+  return {
+    status = status,
+    headers = headers or { ["Content-Type"] = "application/json; charset=UTF-8" },
+    body = json.encode(value, { indent = true }) .. "\n",
+  }
 end
 
 --- The answer to a refusal.
 ---@param err ciranda.sim.Status
 ---@return table response
 function M.refusal(err)
-  local headers = {}
-  if err.retry_after then
-    headers["Retry-After"] = ("%d"):format(math.ceil(err.retry_after))
-  end
-  return answer(err.http, errors.http_body(err), headers)
+  return answer(err.http, errors.http_body(err), errors.headers(err))
 end
 
 --- Whether a path belongs to this service.
@@ -210,20 +208,19 @@ local function dispatch(self, request, version, route)
   return answer(200, result), fault
 end
 
---- Answer a request.
+--- Answer a request. Sets `request.called` to the method's id, when there is such a method.
 ---@param request table `method`, `path` (not decoded), `query` (decoded), `headers` (lower-case names), `body`
 ---@return table response `status`, `headers`, `body`
 ---@return ciranda.sim.Fault? fault what is to go wrong with the answer itself
----@return string? method for the log
 function Service:handle(request)
   local version, path = request.path:match("^/(%w+)(/.*)$")
   local route = self.routers[version]:match(request.method, path)
-  local method = route and route.method
+  request.called = route and route.method
   local ok, response, fault = pcall(dispatch, self, request, version, route)
   if ok then
-    return response, fault, method
+    return response, fault
   elseif errors.is(response) then
-    return M.refusal(response), nil, method
+    return M.refusal(response)
   end
   return error(response, 0)
 end

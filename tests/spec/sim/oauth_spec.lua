@@ -144,6 +144,8 @@ describe("the simulated credentials", function()
       grant_type = "urn:ietf:params:oauth:grant-type:token-exchange",
       audience = "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/providers/r",
       subject_token = "t",
+      subject_token_type = "urn:ietf:params:oauth:token-type:jwt",
+      requested_token_type = "urn:ietf:params:oauth:token-type:access_token",
     })
     assert.are.equal(200, status)
     assert.are.equal("urn:ietf:params:oauth:token-type:access_token", body.issued_token_type)

@@ -130,10 +130,15 @@ end)
 describe("the request log", function()
   it("keeps no credentials", function()
     local log = request_log.new(clock.manual())
-    log:add({ method = "GET", target = "/v2/x?access_token=secret&a=1", headers = {} }, "nodes.get", 200)
+    log:add(
+      { method = "GET", target = "/v2/x?access_token=secret&a=1", headers = {}, called = "nodes.get" },
+      200
+    )
     log:add({ method = "PUT", target = "/upload?upload_id=secret", headers = {} })
     local list = log:since(0)
     assert.are.equal("/v2/x?access_token=...&a=1", list[1].path)
+    assert.are.equal("nodes.get", list[1].method)
+    assert.are.equal(200, list[1].status)
     assert.are.equal("/upload?upload_id=...", list[2].path)
     assert.are.equal(1, #log:since(1))
   end)

@@ -109,6 +109,75 @@ describe("the simulated Cloud Storage", function()
     assert.are.equal(1, #list.items)
   end)
 
+  it("keeps what is said of a bucket, field by field", function()
+    local _, made = call("POST", "/storage/v1/b?project=p", {
+      name = "second",
+      labels = { a = "1" },
+      location = "us-west4",
+      iamConfiguration = { uniformBucketLevelAccess = { enabled = true } },
+    })
+    assert.are.equal("US-WEST4", made.location)
+    assert.are.equal("region", made.locationType)
+    assert.are.equal("1", made.metageneration)
+    local status, changed = call(
+      "PATCH",
+      "/storage/v1/b/second?ifMetagenerationMatch=1",
+      { labels = { a = json.null, b = "2" }, storageClass = "NEARLINE" }
+    )
+    assert.are.equal(200, status)
+    assert.are.same({ b = "2" }, changed.labels)
+    assert.are.equal("NEARLINE", changed.storageClass)
+    assert.are.equal("2", changed.metageneration)
+    assert.is_true(changed.iamConfiguration.uniformBucketLevelAccess.enabled)
+    assert.are_not.equal(made.etag, changed.etag)
+    _, changed = call("PUT", "/storage/v1/b/second", { labels = { c = "3" } })
+    assert.are.same({ c = "3" }, changed.labels)
+    assert.is_nil(changed.iamConfiguration)
+    assert.are.equal("US-WEST4", changed.location)
+    assert.are.same(changed, select(2, call("GET", "/storage/v1/b/second")))
+    assert.are.equal(412, (call("PATCH", "/storage/v1/b/second?ifMetagenerationMatch=1", {})))
+    assert.are.equal(400, (call("PATCH", "/storage/v1/b/second", { labels = { a = 1 } })))
+    assert.are.equal(400, (call("PATCH", "/storage/v1/b/second", { versioning = { enabled = true } })))
+  end)
+
+  it("lists buckets in pages", function()
+    for i = 1, 4 do
+      call("POST", "/storage/v1/b?project=p", { name = "many-" .. i })
+    end
+    local names, token = {}, ""
+    repeat
+      local path = "/storage/v1/b?project=p&prefix=many&maxResults=3&pageToken=" .. token
+      local _, page = call("GET", path)
+      for _, item in ipairs(page.items) do
+        names[#names + 1] = item.name
+      end
+      token = page.nextPageToken
+    until not token
+    assert.are.same({ "many-1", "many-2", "many-3", "many-4" }, names)
+    assert.is_nil(select(2, call("GET", "/storage/v1/b?project=p&prefix=none")).items)
+  end)
+
+  it("keeps what is said of an object, and sends it as headers", function()
+    local body = '--X\r\n\r\n{"name":"a","contentLanguage":"pt","contentDisposition":"attachment","storageClass":'
+      .. '"NEARLINE","cacheControl":"no-store"}\r\n--X\r\nContent-Type: text/plain\r\n\r\nhello\r\n--X--'
+    local headers = { ["Content-Type"] = "multipart/related; boundary=X" }
+    local status, object = call("POST", "/upload/storage/v1/b/bucket/o?uploadType=multipart", body, headers)
+    assert.are.equal(200, status, json.encode(object))
+    assert.are.equal("NEARLINE", object.storageClass)
+    local _, _, sent = call("GET", "/storage/v1/b/bucket/o/a?alt=media")
+    assert.are.equal("pt", sent["Content-Language"])
+    assert.are.equal("attachment", sent["Content-Disposition"])
+    assert.are.equal("no-store", sent["Cache-Control"])
+    local change = { storageClass = "STANDARD", cacheControl = json.null }
+    _, object = call("PATCH", "/storage/v1/b/bucket/o/a", change)
+    assert.are.equal("NEARLINE", object.storageClass)
+    assert.is_nil(object.cacheControl)
+    local path = "/storage/v1/b/bucket/o/a/rewriteTo/b/bucket/o/a"
+    assert.are.equal("STANDARD", select(2, call("POST", path, change)).resource.storageClass)
+    assert.are.equal(400, (call("PATCH", "/storage/v1/b/bucket/o/a", { contentType = 1 })))
+    assert.are.equal(400, (call("PATCH", "/storage/v1/b/bucket/o/a", { metadata = { a = 1 } })))
+  end)
+
   it("makes a bucket for an upload only when told to", function()
     service = storage.new(project.world, directory, { make_buckets = true })
     assert.are.equal(404, (call("GET", "/storage/v1/b/fresh/o")))
@@ -367,9 +436,9 @@ describe("the simulated Cloud Storage", function()
     upload("a", "1")
     project.world.faults:add({ kind = "error", method = "storage.objects.get", status = "UNAVAILABLE" })
     assert.are.equal(200, (call("GET", "/storage/v1/b/bucket/o")))
-    local ok, err = pcall(call, "GET", "/storage/v1/b/bucket/o/a")
-    assert.is_false(ok)
-    assert.are.equal("UNAVAILABLE", err.status)
+    local status, body = call("GET", "/storage/v1/b/bucket/o/a")
+    assert.are.equal(503, status)
+    assert.are.equal("backendError", body.error.errors[1].reason)
     assert.are.equal(200, (call("GET", "/storage/v1/b/bucket/o/a")))
   end)
 

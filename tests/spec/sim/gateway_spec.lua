@@ -1,0 +1,194 @@
+-- The simulator's front door, called directly: what every service has in common.
+local clock = require("ciranda.sim.clock")
+local compute = require("ciranda.sim.compute")
+local control = require("ciranda.sim.control")
+local fs = require("ciranda.io.fs")
+local gateway = require("ciranda.sim.gateway")
+local json = require("ciranda.io.json")
+local oauth = require("ciranda.sim.oauth")
+local request_log = require("ciranda.sim.request_log")
+local storage = require("ciranda.sim.storage")
+local support = dofile(debug.getinfo(1, "S").source:match("@(.*/)") .. "support.lua")
+
+describe("the simulator's front door", function()
+  local project, credentials, log, handler, directory, token
+
+  before_each(function()
+    directory = fs.tempdir("ciranda-spec-")
+    credentials = oauth.new({ clock = clock.manual(), project = "p", project_number = "42" })
+    project = support.project({ oauth = credentials })
+    log = request_log.new(project.clock)
+    handler = gateway.new({
+      world = project.world,
+      oauth = credentials,
+      requests = log,
+      services = {
+        control.new(project.world, log),
+        project.service,
+        storage.new(project.world, directory, { buckets = { "bucket" } }),
+        compute.new(project.world),
+      },
+    })
+    token = credentials:issue("somebody")
+  end)
+
+  after_each(function()
+    fs.remove_tree(directory)
+  end)
+
+  -- Call: status, decoded body or text, headers.
+  local function call(verb, target, body, headers)
+    local path, text = target:match("^([^?]*)%??(.*)$")
+    local query = {}
+    for name, value in text:gmatch("([^&=]+)=([^&]*)") do
+      query[name] = value
+    end
+    local lower = { host = "sim:1", authorization = "Bearer " .. token }
+    for name, value in pairs(headers or {}) do
+      lower[name:lower()] = value
+    end
+    local answer = handler({
+      method = verb,
+      target = target,
+      path = path,
+      headers = setmetatable(lower, {
+        __index = function(self, name)
+          return rawget(self, name:lower())
+        end,
+      }),
+      body = headers and "" or type(body) == "table" and json.encode(body) or "",
+      args = function()
+        return query
+      end,
+      form = function()
+        return body
+      end,
+    })
+    local ok, value = pcall(json.decode, answer.body)
+    return answer.status, ok and value or answer.body, answer.headers
+  end
+
+  -- The answer of a token endpoint to a form.
+  local function post_form(path, form, headers)
+    return call("POST", path, form, headers or {})
+  end
+
+  local CALLS = {
+    ["nodes.list"] = { "GET", "/v2/" .. support.ZONE .. "/nodes" },
+    ["storage.objects.get"] = { "GET", "/storage/v1/b/bucket/o/none" },
+    ["storage.objects.insert"] = { "POST", "/upload/storage/v1/b/bucket/o?uploadType=media&name=a" },
+    ["compute.projects.get"] = { "GET", "/compute/v1/projects/p" },
+    ["oauth.token"] = { "POST", "/token" },
+    ["sts.token"] = { "POST", "/v1/token" },
+    ["sts.oauthtoken"] = { "POST", "/v1/oauth/token" },
+    ["iamcredentials.generateAccessToken"] = {
+      "POST",
+      "/v1/projects/-/serviceAccounts/a@b:generateAccessToken",
+    },
+    ["metadata"] = { "GET", "/computeMetadata/v1/project/project-id" },
+  }
+
+  it("lets every method of every service fail on request, and logs it by its id", function()
+    for method, target in pairs(CALLS) do
+      local before = #log:since(0)
+      project.world.faults:add({ kind = "error", method = method, status = "UNAVAILABLE", retry_after = 2 })
+      assert.are.equal(503, (call(target[1], target[2], {})), method)
+      assert.are.equal(0, #project.world.faults:pending(), method)
+      assert.are_not.equal(503, (call(target[1], target[2], {})), method)
+      local entries = log:since(before)
+      assert.are.equal(method, entries[1].method)
+      assert.are.equal(503, entries[1].status)
+      assert.are.equal(method, entries[2].method)
+    end
+  end)
+
+  it("refuses in the form of each service", function()
+    local function refused(method, status)
+      project.world.faults:add({ kind = "error", method = method, status = status, retry_after = 1.5 })
+      local _, body, headers = call(CALLS[method][1], CALLS[method][2], {})
+      return body, headers
+    end
+    local body, headers = refused("nodes.list", "UNAVAILABLE")
+    assert.are.equal("UNAVAILABLE", body.error.status)
+    assert.are.equal("2", headers["Retry-After"])
+    for _, method in ipairs({ "storage.objects.get", "storage.objects.insert", "compute.projects.get" }) do
+      body, headers = refused(method, "RESOURCE_EXHAUSTED")
+      assert.are.equal(429, body.error.code)
+      assert.are.equal("rateLimitExceeded", body.error.errors[1].reason)
+      assert.is_nil(body.error.status)
+      assert.are.equal("2", headers["Retry-After"])
+    end
+    assert.are.equal("temporarily_unavailable", refused("oauth.token", "UNAVAILABLE").error)
+    assert.are.equal("internal_failure", refused("sts.token", "INTERNAL").error)
+    assert.are.equal("string", type(refused("metadata", "UNAVAILABLE")))
+    token = "nobody gave this"
+    local _, bad = call("GET", "/storage/v1/b/bucket")
+    assert.are.equal("authError", bad.error.errors[1].reason)
+  end)
+
+  local GRANTS = {
+    authorized_user = function(file)
+      return post_form("/token", {
+        grant_type = "refresh_token",
+        client_id = file.client_id,
+        client_secret = file.client_secret,
+        refresh_token = file.refresh_token,
+      })
+    end,
+    external_account_authorized_user = function(file)
+      local basic = require("ciranda.io.crypto").base64(file.client_id .. ":" .. file.client_secret)
+      local form = { grant_type = "refresh_token", refresh_token = file.refresh_token }
+      assert.are.equal(401, (post_form("/v1/oauth/token", form)))
+      return post_form("/v1/oauth/token", form, { Authorization = "Basic " .. basic })
+    end,
+    external_account = function(file)
+      local status, subject = call("GET", file.credential_source.url:match("^http://sim:1(.*)$"), nil, {
+        ["Metadata-Flavor"] = "Google",
+      })
+      assert.are.equal(200, status)
+      local form = {
+        grant_type = "urn:ietf:params:oauth:grant-type:token-exchange",
+        audience = file.audience,
+        subject_token = subject,
+        subject_token_type = file.subject_token_type,
+        requested_token_type = "urn:ietf:params:oauth:token-type:access_token",
+      }
+      for _, name in ipairs({ "subject_token", "subject_token_type", "requested_token_type" }) do
+        local kept = form[name]
+        form[name] = nil
+        assert.are.equal("invalid_request", select(2, post_form("/v1/token", form)).error)
+        form[name] = kept
+      end
+      return post_form("/v1/token", form)
+    end,
+  }
+
+  function GRANTS.impersonated_service_account(file)
+    local _, source = GRANTS.authorized_user(file.source_credentials)
+    token = source.access_token
+    local path = file.service_account_impersonation_url:match("^http://sim:1(.*)$")
+    local status, body = call("POST", path, { scope = { "s" }, lifetime = "60s" })
+    return status, { access_token = body.accessToken }
+  end
+
+  for kind, exchange in pairs(GRANTS) do
+    it("gives credentials of the kind " .. kind .. ", which can be exchanged", function()
+      local status, file = call("POST", "/sim/v1/credentials", { type = kind })
+      assert.are.equal(200, status)
+      assert.are.equal(kind, file.type)
+      local granted, body = exchange(file)
+      assert.are.equal(200, granted)
+      token = body.access_token
+      assert.are.equal(200, (call("GET", "/v2/" .. support.ZONE .. "/nodes")))
+    end)
+  end
+
+  it("gives a service account's key, and says which kinds there are", function()
+    local _, file = call("POST", "/sim/v1/credentials", { type = "service_account", email = "a@b" })
+    assert.are.equal("a@b", file.client_email)
+    assert.is_truthy(file.private_key:find("BEGIN", 1, true))
+    local status, body = call("POST", "/sim/v1/credentials", { type = "password" })
+    assert.are.equal(400, status)
+    assert.is_truthy(body.error.message:find("authorized_user, external_account,", 1, true))
+  end)
+end)
