@@ -21,6 +21,9 @@ local LAST_WORDS = 1
 
 local STATUS = { SIGINT = 130, SIGTERM = 143 }
 
+--- Failures that are about a file and not about a worker.
+local FILES = { "not_found", "permission", "invalid", "exists", "no_space" }
+
 --- Ends every process with the mark: TERM, a grace, KILL.
 local STOP = [[
 each() { found=; for e in /proc/[0-9]*/environ; do
@@ -86,6 +89,9 @@ local function nameless(problem)
   end
   local text =
     problem.message:gsub("^ssh%.connect: ", ""):gsub("^%S+@%S+:%d+: ", ""):gsub("^%S+@%S+:%d+ %b(): ", "")
+  if err.is(problem, table.unpack(FILES)) and problem.target and not text:find(problem.target, 1, true) then
+    text = problem.target:gsub("^%S+@%S+:%d+:", "") .. ": " .. text -- a path
+  end
   return err.new({ code = problem.code, phase = problem.phase, message = text, cause = problem })
 end
 
@@ -228,7 +234,8 @@ function M.conclude(done, progress)
     return { status = 124, kind = "deadline", message = "deadline: a command took too long, exit status 124" }
   end
   local status = done.results:status()
-  local kind = (first.err or not (first.code or first.signal)) and "infra" or "user"
+  local own = first.err and err.is(first.err, table.unpack(FILES)) or first.code or first.signal
+  local kind = own and "user" or "infra"
   return {
     status = status,
     kind = kind,

@@ -1,0 +1,117 @@
+-- scp: files to and from simulated slices, whose workers have real sshds.
+local fs = require("ciranda.io.fs")
+local support = dofile("tests/spec/recipes/cloud_support.lua")
+
+describe("scp", function()
+  local cloud, code
+
+  setup(function()
+    cloud = support.start({ slices = 1, type = "v5litepod-16", prefix = "job" })
+    code = cloud.root .. "/code"
+    fs.write(code .. "/run.sh", "echo run\n", { mode = 493 })
+    fs.write(code .. "/a:b", "colon\n")
+    fs.mkdir(code .. "/pkg")
+    fs.write(code .. "/pkg/mod.py", "x = 1\n")
+    fs.symlink("mod.py", code .. "/pkg/link.py")
+  end)
+
+  teardown(function()
+    cloud:stop()
+  end)
+
+  local function on_workers(command)
+    return cloud:run("ssh", "job", "--worker=all", "--command=" .. command).out
+  end
+
+  it("copies files into the home, a directory or a name, with their modes", function()
+    for target, path in pairs({
+      ["job:"] = "run.sh",
+      ["job:~"] = "run.sh",
+      ["job:~/other.sh"] = "other.sh",
+      ["job:/var/tmp"] = "/var/tmp/run.sh",
+    }) do
+      local result = cloud:run("scp", "run.sh", target, "--worker=all")
+      assert.equal(0, result.code, result.err)
+      assert.matches("run.sh is on slice0/worker[0-3]\n", result.err, 1, true)
+      local said = on_workers(("[ -x %s ] && cat %s; rm -f %s"):format(path, path, path))
+      assert.matches("slice0/worker%[0%-3%] %(4%)\n%-+\necho run\n", said, nil, target)
+    end
+  end)
+
+  it("takes several sources, and a local name with a colon", function()
+    local result = cloud:run("scp", "run.sh", "./a:b", "job:", "--worker=1")
+    assert.equal(0, result.code, result.err)
+    assert.equal("a:b\nrun.sh\n", cloud:run("ssh", "job", "--worker=1", "--command=ls; rm a:b run.sh").out)
+    result = cloud:run("scp", "run.sh", "./a:b", "job:nowhere", "--worker=1")
+    assert.equal(1, result.code)
+    assert.matches(
+      "user: 1 of 1 workers failed; slice 0 worker 1: nowhere is no directory there",
+      result.err,
+      1,
+      true
+    )
+  end)
+
+  it("copies directories with --recurse: onto a new name, into one that is there", function()
+    local refused = cloud:run("scp", "pkg", "job:new")
+    assert.equal(2, refused.code)
+    assert.matches("pkg is a directory; add --recurse", refused.err, 1, true)
+    for _, path in ipairs({ "new", "new/pkg" }) do
+      local result = cloud:run("scp", "pkg", "job:new", "--recurse", "--worker=all")
+      assert.equal(0, result.code, result.err)
+      local said = on_workers(("cat %s/mod.py; readlink %s/link.py"):format(path, path))
+      assert.matches("(4)\n---------------\nx = 1\nmod.py\n", said, 1, true)
+    end
+    on_workers("rm -r new")
+  end)
+
+  it(
+    "brings files from one worker to where they are asked for, from several into a directory each",
+    function()
+      on_workers("mkdir -p out/deep; hostname > out/deep/name; echo log > log")
+      local result = cloud:run("scp", "job:log", "here.txt", "--worker=2")
+      assert.equal(0, result.code, result.err)
+      assert.equal("log\n", fs.read(code .. "/here.txt"))
+      assert.equal(0, cloud:run("scp", "job:~/log", ".", "--worker=2").code)
+      assert.equal("log\n", fs.read(code .. "/log"))
+      assert.equal(2, cloud:run("scp", "job:out", "back").code)
+      result = cloud:run("scp", "job:out", "back", "--recurse", "--worker=all")
+      assert.equal(0, result.code, result.err)
+      for worker = 0, 3 do
+        local text = fs.read(("%s/back/slice_0000_worker_%04d/out/deep/name"):format(code, worker))
+        assert.matches(("-w-%d\n"):format(worker), text, 1, true)
+      end
+    end
+  )
+
+  it("names who failed, keeps what worked, and gives up after a failed batch", function()
+    cloud:run("ssh", "job", "--worker=1", "--command=echo x > ~/only-here")
+    local result = cloud:run("scp", "job:only-here", "parts", "--worker=all")
+    assert.equal(1, result.code)
+    assert.matches("slice0/worker[0,2-3]: ", result.err, 1, true)
+    assert.matches("only%-here", result.err)
+    assert.equal("x\n", fs.read(code .. "/parts/slice_0000_worker_0001/only-here"))
+    cloud:run("ssh", "job", "--worker=1", "--command=mkdir ~/taken; touch ~/taken/x")
+    result = cloud:run("scp", "run.sh", "job:taken/x/y", "--worker=all", "--batch-size=2")
+    assert.equal(1, result.code)
+    assert.matches("Never ran, since a batch before failed: slice0/worker[2-3]", result.err, 1, true)
+  end)
+
+  it("refuses what it cannot mean", function()
+    for want, arguments in pairs({
+      ["are both on workers"] = { "job:a", "job:b" },
+      ["neither a nor b is on a worker"] = { "a", "b" },
+      ["what to copy, and where to?"] = { "run.sh" },
+      ["are on different slices"] = { "job:a", "other:b", "." },
+      ["another user's home"] = { "run.sh", "job:~me/x" },
+      ["which slices?"] = { "run.sh", ":x" },
+    }) do
+      local result = cloud:run("scp", table.unpack(arguments))
+      assert.equal(2, result.code, want .. ": " .. result.err)
+      assert.matches(want, result.err, 1, true)
+    end
+    local result = cloud:run("scp", "no-such-file", "job:")
+    assert.equal(1, result.code)
+    assert.matches("no-such-file", result.err, 1, true)
+  end)
+end)
