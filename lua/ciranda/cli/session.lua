@@ -120,6 +120,8 @@ end
 ---@param fn fun(): integer? its value is the exit status, nil is 0
 ---@return integer status
 function M.run(fn)
+  -- A cycle begins when memory has grown fourfold, not twofold: most programs are short and small.
+  collectgarbage("incremental", 400, 0, 0)
   require("ciranda.io.stdio").install()
   require("ciranda.task.loader").install()
   rawset(os, "exit", orderly_exit)

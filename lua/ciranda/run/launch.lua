@@ -200,13 +200,16 @@ end
 ---@private
 function Launch:status_line(gang)
   if not gang.started then
+    -- Called at every step of every worker: the others are looked at only when there may be something to say.
+    local now = uv.hrtime() / 1e9
+    local due = now - (self.status_at or 0) >= STATUS_EVERY
     local staged = 0
     for _, member in ipairs(gang.members) do
-      staged = staged + (member.attempt.phase == "staged" and 1 or 0)
-    end
-    local now = uv.hrtime() / 1e9
-    if staged < #gang.members and now - (self.status_at or 0) < STATUS_EVERY then
-      return
+      if member.attempt.phase == "staged" then
+        staged = staged + 1
+      elseif not due then
+        return
+      end
     end
     self.status_at = now
     local laggards = gang:laggards("staged")
