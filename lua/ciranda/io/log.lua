@@ -87,7 +87,8 @@ local SHORTEST_SECRET = 4
 -- A line of a key file shorter than this tells nothing, and hiding it would hide ordinary words.
 local SHORTEST_LINE = 16
 
---- Never print this text, of four bytes at least: as it is, as JSON or a URL would hold it, in base64, nor a long line of it.
+--- Never print this text, of four bytes at least: as it is, as JSON or a URL would hold it, in base64, nor a long line
+--- of it.
 ---@param text string
 function M.secret(text)
   if type(text) ~= "string" then

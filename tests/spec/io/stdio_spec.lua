@@ -88,11 +88,9 @@ describe("io.popen", function()
       lines[#lines + 1] = line
     end
     assert.same({ "a\n", "b" }, lines)
-    for char, rest in io.popen("printf abc"):lines(1, "a") do
-      assert.equal("a", char)
-      assert.equal("bc", rest)
-      break
-    end
+    local char, rest = io.popen("printf abc"):lines(1, "a")()
+    assert.equal("a", char)
+    assert.equal("bc", rest)
   end)
 
   both("gives the status at close", function()
