@@ -1,6 +1,7 @@
 --- multihost_runner: runs a command on every worker of existing slices, as MaxText's script of that name does.
 local bundle = require("ciranda.run.bundle")
 local checkpoint = require("ciranda.run.checkpoint")
+local checkpoint_flags = require("ciranda.run.checkpoint_flags")
 local err = require("ciranda.io.error")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
@@ -136,6 +137,9 @@ function M.run(context, hooks)
       return 0
     end
   end
+  for _, warning in ipairs(checkpoint_flags.warnings(command, found.slices[1].autocheckpoint)) do
+    context.progress:say("Warning: %s", warning)
+  end
   local manifest
   task.all({
     found.login,
@@ -146,6 +150,7 @@ function M.run(context, hooks)
   local result = launch.run({
     fleet = found.fleet,
     connection = found.connection,
+    node_state = found.node_state,
     run = run,
     recipe = context.name,
     arguments = context.args,

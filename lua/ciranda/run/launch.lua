@@ -25,6 +25,10 @@ local DETACHED = 129
 --- Seconds that looking at the checkpoints may hold up a signal.
 local LOOK_BEFORE = 5
 
+--- States of a node after which its worker was preempted, and seconds that asking for the state may take.
+local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }
+local ASK_NODE = 15
+
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
 
@@ -50,11 +54,12 @@ local TAIL_LINES = 20
 ---@field grace number? seconds a stop by the user gives (300)
 ---@field failure_grace number? (30)
 ---@field stage_timeout number? (600)
+---@field node_state (fun(worker: ciranda.Worker): string)? the state of a worker's node, "gone" when there is none
 ---@field success string? the line that says that all is well
 
 ---@class ciranda.run.LaunchResult
 ---@field status integer
----@field kind "done"|"user"|"infra"|"staging"|"deadline"|"interrupted"|"detached"
+---@field kind "done"|"user"|"infra"|"preempted"|"staging"|"deadline"|"interrupted"|"detached"
 ---@field message string the last line
 
 --- The state of one launch.
@@ -273,6 +278,27 @@ function Launch:watch(gang)
   return self:conclude(verdict, before)
 end
 
+--- Asks the cloud about the node of a worker that was lost: one that was preempted is no failure of the machine.
+---@private
+---@param verdict ciranda.run.Cause
+function Launch:ask_about_lost(verdict)
+  local failed = verdict.first
+  if not failed or not failed.lost or not self.options.node_state then
+    return
+  end
+  local ok, state = pcall(task.timeout, ASK_NODE, self.options.node_state, failed.worker)
+  if not ok then
+    if not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
+      error(state, 0)
+    end
+    return
+  end
+  failed.lost = ("%s; its node %s is %s"):format(failed.lost, failed.worker.node or "", state)
+  if PREEMPTED[state] then
+    verdict.kind = "preempted"
+  end
+end
+
 --- Says how it ended.
 ---@private
 ---@param verdict ciranda.run.Cause
@@ -281,6 +307,7 @@ end
 function Launch:conclude(verdict, before)
   local directory = self.logs_directory
   local failed = verdict.first
+  self:ask_about_lost(verdict)
   if failed then
     -- What was named first may have been a consequence of something seen later.
     if self.named and self.named.worker ~= failed.worker then

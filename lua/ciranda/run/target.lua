@@ -187,6 +187,15 @@ function M.of(slices, tpu, flags, progress)
     tpu = tpu,
     connection = connection,
     answered = answered,
+    node_state = tpu and function(worker)
+      local ok, node = pcall(tpu.get_node, tpu, worker.node)
+      if not ok and err.is(node, "not_found") then
+        return "gone"
+      elseif not ok then
+        error(node, 0)
+      end
+      return node.state or "STATE_UNSPECIFIED"
+    end or nil,
     login = function()
       if tpu then
         access.ensure({

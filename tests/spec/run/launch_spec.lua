@@ -298,6 +298,36 @@ describe("run.launch", function()
     file:close()
   end)
 
+  it("tells a preempted node from a machine that failed", function()
+    for state, kind in pairs({ PREEMPTED = "preempted", gone = "preempted", READY = "infra" }) do
+      said = {}
+      local command = "rm -f ../up; touch ../up; sleep 30"
+      local result = run_with(
+        settings(command, {
+          run = "lost-" .. state:lower(),
+          node_state = function(worker)
+            assert.equal("1.0", worker.address)
+            return state
+          end,
+        }),
+        {
+          {
+            when = function()
+              return handler and uv.fs_stat(machines["1.0"].home .. "/up")
+            end,
+            act = function()
+              task.sleep(0.2)
+              machines["1.0"]:reboot()
+            end,
+          },
+        }
+      )
+      assert.same({ 1, kind }, { result.status, result.kind })
+      assert.matches("its node node-1 is " .. state, text(), 1, true)
+      os.remove(machines["1.0"].home .. "/up")
+    end
+  end)
+
   it("says staging when nothing was started, and deadline when that was the reason", function()
     machines["1.1"].refuses = { code = "hostkey", message = "the host key has changed" }
     local result = launch.run(settings("true"))
