@@ -4,14 +4,14 @@ local journals = require("ciranda.run.journal")
 local ledger = require("ciranda.run.ledger")
 local task = require("ciranda.task")
 
---- States from which a queued resource never runs again; it holds quota until it is deleted.
-local DEAD = { FAILED = true, SUSPENDED = true }
+--- States from which a queued resource, or a node, never runs again; it holds quota until it is deleted.
+local DEAD = { FAILED = true, SUSPENDED = true, PREEMPTED = true, TERMINATED = true }
 
 --- The columns of the list.
 local function row(entry)
   return {
     entry.run,
-    entry.name,
+    entry.kind == "node" and entry.name .. " (node)" or entry.name,
     entry.zone or "-",
     entry.state,
     entry.used == "runner" and "its runner" or entry.used == "job" and "a job" or "nobody",
@@ -83,6 +83,11 @@ local function collect(objects, connection_of, context)
         local journal <close> = journals.open(object.run)
         if object.verdict == "forget" then
           journal:append("object", { kind = object.kind, name = object.name, phase = "gone" })
+          return
+        end
+        if object.kind == "node" then
+          context.progress:say("Deleting node %s in %s", object.name, object.zone)
+          ledger.delete_node(journal, connection_of(object), object.name, { wait = not context.flags.async })
           return
         end
         context.progress:say("Deleting queued resource %s in %s", object.name, object.zone)

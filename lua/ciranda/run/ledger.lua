@@ -18,6 +18,36 @@ local NOT_MADE =
 ---@field run string
 ---@field used "runner"|"job"|"nobody" runner: the run's program is alive; job: what was started on it goes on without
 
+--- Makes something: the intent is on the disk before the call.
+---@param journal ciranda.Journal
+---@param tpu ciranda.gcp.Tpu
+---@param kind string
+---@param request ciranda.gcp.Request
+---@param keep string?
+---@param make fun(tpu: ciranda.gcp.Tpu, request: ciranda.gcp.Request, options: table): table
+---@return table made
+local function create(journal, tpu, kind, request, keep, make)
+  local object = {
+    kind = kind,
+    name = request.id,
+    project = tpu.project,
+    zone = tpu.zone,
+    request_id = crypto.uuid4(),
+    keep = keep,
+    phase = "intent",
+  }
+  journal:intent("object", object)
+  local ok, made = pcall(make, tpu, request, { request_id = object.request_id })
+  if ok then
+    journal:intent("object", { kind = kind, name = object.name, phase = "created", version = made.version })
+    return made
+  end
+  if err.is(made, table.unpack(NOT_MADE)) then
+    journal:append("object", { kind = kind, name = object.name, phase = "failed" })
+  end
+  error(made, 0)
+end
+
 --- Asks for a queued resource: the intent is on the disk before the call.
 ---@async
 ---@param journal ciranda.Journal
@@ -27,28 +57,19 @@ local NOT_MADE =
 ---@return ciranda.gcp.QueuedResource
 -- Raises what `tpu:create` raises.
 function M.create(journal, tpu, request, keep)
-  local object = {
-    kind = "queued_resource",
-    name = request.id,
-    project = tpu.project,
-    zone = tpu.zone,
-    request_id = crypto.uuid4(),
-    keep = keep,
-    phase = "intent",
-  }
-  journal:intent("object", object)
-  local ok, made = pcall(tpu.create, tpu, request, { request_id = object.request_id })
-  if ok then
-    journal:intent(
-      "object",
-      { kind = object.kind, name = object.name, phase = "created", version = made.version }
-    )
-    return made
-  end
-  if err.is(made, table.unpack(NOT_MADE)) then
-    journal:append("object", { kind = object.kind, name = object.name, phase = "failed" })
-  end
-  error(made, 0)
+  return create(journal, tpu, "queued_resource", request, keep, tpu.create)
+end
+
+--- Asks for a node without a queue, in the same way.
+---@async
+---@param journal ciranda.Journal
+---@param tpu ciranda.gcp.Tpu
+---@param request ciranda.gcp.Request with `id`
+---@param keep string? why it outlives this program
+---@return { id: string, version: string, operation: string?, adopted: boolean, request_id: string }
+-- Raises what `tpu:create_node` raises.
+function M.create_node(journal, tpu, request, keep)
+  return create(journal, tpu, "node", request, keep, tpu.create_node)
 end
 
 --- Deletes a queued resource that a journal knows, and notes that it is gone when it is.
@@ -63,6 +84,22 @@ function M.delete(journal, qr, options)
   if options.wait ~= false then
     qr:wait("DELETED", { timeout = options.timeout or 1800, on_change = options.on_change })
     journal:append("object", { kind = "queued_resource", name = qr.id, phase = "gone" })
+  end
+end
+
+--- Deletes a node that a journal knows, and notes that it is gone when it is.
+---@async
+---@param journal ciranda.Journal
+---@param tpu ciranda.gcp.Tpu
+---@param name string
+---@param options { wait: boolean?, timeout: number?, on_change: fun(state: string)? }? wait: until it is gone (true)
+function M.delete_node(journal, tpu, name, options)
+  options = options or {}
+  journal:intent("object", { kind = "node", name = name, phase = "deleting" })
+  tpu:delete_node(name)
+  if options.wait ~= false then
+    tpu:wait_node(name, "DELETED", { timeout = options.timeout or 1800, on_change = options.on_change })
+    journal:append("object", { kind = "node", name = name, phase = "gone" })
   end
 end
 
@@ -117,12 +154,15 @@ function M.objects()
 end
 
 --- Is this message of the cloud's what our request made?
----@param message table a QueuedResource message
+---@param message table a QueuedResource or Node message
 ---@param object ciranda.journal.Object
 ---@return boolean
 function M.is_ours(message, object)
-  local specs = type(message.tpu) == "table" and message.tpu.nodeSpec
-  local node = type(specs) == "table" and specs[1] and specs[1].node
+  local node = message
+  if object.kind ~= "node" then
+    local specs = type(message.tpu) == "table" and message.tpu.nodeSpec
+    node = type(specs) == "table" and specs[1] and specs[1].node
+  end
   local labels = type(node) == "table" and node.labels
   return type(labels) == "table"
     and object.request_id ~= nil
@@ -136,6 +176,9 @@ end
 ---@return string state its state's name, "gone", or "not ours"
 function M.look(tpu, object)
   local ok, message = pcall(function()
+    if object.kind == "node" then
+      return tpu:get_node(object.name)
+    end
     return tpu:queued_resource(object.name, { version = object.version }):get()
   end)
   if not ok then
@@ -146,7 +189,11 @@ function M.look(tpu, object)
   elseif not M.is_ours(message, object) then
     return "not ours"
   end
-  return type(message.state) == "table" and message.state.state or "STATE_UNSPECIFIED"
+  local state = message.state
+  if type(state) == "table" then
+    state = state.state
+  end
+  return type(state) == "string" and state or "STATE_UNSPECIFIED"
 end
 
 return M
