@@ -134,6 +134,7 @@ end
 ---@param keep_directory string "keep" leaves it
 ---@return integer status
 function M.main(settings, directory, keep_directory)
+  engine.on_blocked(nil) -- /proc is read without waiting; nobody else waits here
   local ok, problem = keeper.subreaper()
   if not ok then
     errors.raise({ code = "unsupported", message = "this system has no child subreaper: " .. problem })

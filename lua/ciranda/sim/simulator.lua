@@ -8,6 +8,7 @@ local clock = require("ciranda.sim.clock")
 local compute = require("ciranda.sim.compute")
 local control = require("ciranda.sim.control")
 local disk = require("ciranda.sim.disk")
+local engine = require("ciranda.core.engine")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local gateway = require("ciranda.sim.gateway")
@@ -330,6 +331,7 @@ end
 ---@return integer status
 function M.main(text, parent)
   local keeper_pid = tonumber(parent)
+  engine.on_blocked(nil) -- a busy machine is no news to whoever watches a simulated cloud
   end_with_keeper()
   if keeper.die_with_parent(uv.constants.SIGTERM) ~= keeper_pid then
     return 1
