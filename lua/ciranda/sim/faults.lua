@@ -5,6 +5,7 @@
 --
 --   { kind = "error", method = "nodes.get", status = "UNAVAILABLE", message = , retry_after = , count = 1 }
 --   { kind = "reset" | "truncate" | "hang" | "slow", method = , seconds = , count = }
+--   { kind = "alter", method = , field = "nodes.*.id", value = , count = }
 --   { kind = "stockout" | "internal" | "quota" | "reservation", name = "qr or node name or nil", slice = , count = }
 --   { kind = "ssh_refuse" | "ssh_hang" | "ssh_reset", name = "node", worker = , count = }
 --
@@ -14,7 +15,7 @@ local errors = require("ciranda.sim.errors")
 
 local M = {}
 
-local CALL_KINDS = { error = true, reset = true, truncate = true, hang = true, slow = true }
+local CALL_KINDS = { alter = true, error = true, reset = true, truncate = true, hang = true, slow = true }
 local PROVISION_KINDS = { stockout = true, internal = true, quota = true, reservation = true }
 local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
 
@@ -31,6 +32,8 @@ local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
 ---@field message string?
 ---@field retry_after number?
 ---@field seconds number?
+---@field field string? of the answer, see ciranda.sim.alter
+---@field value any
 
 ---@class ciranda.sim.Faults
 ---@field private list ciranda.sim.Fault[]
@@ -55,13 +58,28 @@ local TYPES = {
   probability = "number",
   retry_after = "number",
   seconds = "number",
+  field = "string",
+  value = "any",
 }
 
 local function has_type(value, wanted)
-  if wanted == "integer" then
+  if wanted == "any" then
+    return true
+  elseif wanted == "integer" then
     return math.type(value) == "integer" or type(value) == "number" and math.tointeger(value) ~= nil
   end
   return type(value) == wanted
+end
+
+local function known_kinds()
+  local names = {}
+  for _, kinds in ipairs({ CALL_KINDS, PROVISION_KINDS, SSH_KINDS }) do
+    for name in pairs(kinds) do
+      names[#names + 1] = name
+    end
+  end
+  table.sort(names)
+  return table.concat(names, ", ")
 end
 
 --- Add a fault.
@@ -78,7 +96,14 @@ function Faults:add(fault)
   end
   local kind = fault.kind or ""
   if not (CALL_KINDS[kind] or PROVISION_KINDS[kind] or SSH_KINDS[kind]) then
-    errors.raise(errors.invalid(("there is no fault of the kind '%s'"):format(kind), "kind"))
+    errors.raise(
+      errors.invalid(
+        ("there is no fault of the kind '%s'; there are %s"):format(tostring(kind), known_kinds()),
+        "kind"
+      )
+    )
+  elseif kind == "alter" and not (fault.field or ""):find("[^.]") then
+    errors.raise(errors.invalid("an altered answer needs a field, such as nodes.*.id", "field"))
   end
   if kind == "error" and not errors.known(fault.status) then
     errors.raise(

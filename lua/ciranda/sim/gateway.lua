@@ -1,5 +1,6 @@
 --- The simulator's front door: one address and port for all services of the cloud, told apart by path.
 
+local alter = require("ciranda.sim.alter")
 local errors = require("ciranda.sim.errors")
 local metadata = require("ciranda.sim.metadata")
 local oauth = require("ciranda.sim.oauth")
@@ -41,6 +42,11 @@ local function spoil(answer, fault)
     return answer
   elseif fault.kind == "truncate" then
     answer.truncate = #(answer.body or "") // 2
+    return answer
+  elseif fault.kind == "alter" then
+    if type(answer.body) == "string" then
+      answer.body = alter.apply(answer.body, fault.field, fault.value)
+    end
     return answer
   elseif fault.kind == "slow" then
     task.sleep(fault.seconds or 1)

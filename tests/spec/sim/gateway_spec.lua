@@ -126,6 +126,38 @@ describe("the simulator's front door", function()
     assert.are.equal("authError", bad.error.errors[1].reason)
   end)
 
+  it("alters one field of an answer", function()
+    local zone = "/v2/" .. support.ZONE
+    call(
+      "POST",
+      zone .. "/queuedResources?queuedResourceId=job",
+      support.queued_resource(2, nil, { spot = json.object() })
+    )
+    project.settle()
+    local function altered(method, target, field, value)
+      project.world.faults:add({ kind = "alter", method = method, field = field, value = value })
+      local _, body = call("GET", zone .. target)
+      assert.are.same({}, project.world.faults:pending())
+      return body
+    end
+    local body = altered("nodes.list", "/nodes", "nodes.*.id", 7)
+    assert.are.same({ 7, 7 }, { body.nodes[1].id, body.nodes[2].id })
+    body = altered("queuedResources.get", "/queuedResources/job", "state", "ACTIVE")
+    assert.are.equal("ACTIVE", body.state)
+    assert.are.equal("object", json.kind(body.spot))
+    body = altered("nodes.list", "/nodes?pageSize=1", "nextPageToken")
+    assert.is_nil(body.nextPageToken)
+    assert.are.equal(1, #body.nodes)
+    local plain = select(2, call("GET", zone .. "/nodes/job-0"))
+    assert.are.same(plain, altered("nodes.get", "/nodes/job-0", "absent.deeper", 1))
+    assert.are.same(plain, altered("nodes.get", "/nodes/job-0", "networkEndpoints.port", 1))
+    local status, refusal = call("POST", "/sim/v1/faults", { kind = "alter", method = "*" })
+    assert.are.equal(400, status)
+    assert.is_truthy(refusal.error.message:find("needs a field", 1, true))
+    refusal = select(2, call("POST", "/sim/v1/faults", { kind = "none" }))
+    assert.is_truthy(refusal.error.message:find("there are alter, error, hang,", 1, true))
+  end)
+
   local GRANTS = {
     authorized_user = function(file)
       return post_form("/token", {
