@@ -58,14 +58,34 @@ local function own_processes()
   return found
 end
 
---- Local addresses and ports that somebody listens on.
+--- Local addresses and ports that somebody listens on, with the socket's inode.
 local function listening_sockets()
   local found = {}
   for _, path in ipairs({ "/proc/net/tcp", "/proc/net/tcp6" }) do
-    for address, state in proc(path):gmatch("%d+: (%x+:%x+) %x+:%x+ (%x%x)") do
-      if state == "0A" then
-        found[address] = true
+    for line in proc(path):gmatch("[^\n]+") do
+      -- sl local rem st tx:rx tr:tm retrnsmt uid timeout inode
+      local address, inode = line:match("^%s*%d+: (%x+:%x+) %x+:%x+ 0A" .. ("%s+%S+"):rep(5) .. "%s+(%d+)")
+      if address then
+        found[address] = inode
       end
+    end
+  end
+  return found
+end
+
+--- Those that the processes of this demonstration hold.
+local function own_sockets()
+  local inodes, found = {}, {}
+  for pid in pairs(own_processes()) do
+    local ok, entries = pcall(fs.list, ("/proc/%d/fd"):format(pid))
+    for _, entry in ipairs(ok and entries or {}) do
+      local link = uv.fs_readlink(("/proc/%d/fd/%s"):format(pid, entry.name)) or ""
+      inodes[link:match("^socket:%[(%d+)%]$") or ""] = true
+    end
+  end
+  for address, inode in pairs(listening_sockets()) do
+    if inodes[inode] then
+      found[address] = inode
     end
   end
   return found
@@ -347,8 +367,9 @@ end
 
 local function main()
   local evidence = { slices = SLICES, workers = WORKERS }
-  local before = { processes = own_processes(), sockets = listening_sockets(), files = files_outside() }
+  local before = { processes = own_processes(), sockets = own_sockets(), files = files_outside() }
 
+  local held = {} -- the sockets that we listened on, by address
   do
     local scope <close> = task.scope()
     say("$ ciranda sim   # a simulated project; its variables go to what follows")
@@ -417,6 +438,11 @@ local function main()
     end
     expect(different == SLICES * WORKERS, "%d run directories were read, not %d", different, SLICES * WORKERS)
 
+    evidence.sockets_held = 0
+    for address, inode in pairs(own_sockets()) do
+      held[address], evidence.sockets_held = inode, evidence.sockets_held + 1
+    end
+    expect(evidence.sockets_held > 0, "no listening socket of the simulated cloud was seen")
     status = ciranda(environment, "qr", "delete", NAME, "--force")
     expect(status == 0, "qr delete ended with %s", status)
     evidence.creates, evidence.deletes = 0, 0
@@ -434,9 +460,13 @@ local function main()
     simulator:wait()
   end
 
+  local still = {}
+  for address, inode in pairs(listening_sockets()) do
+    still[address] = held[address] == inode or nil
+  end
   evidence.left = {
     processes = added(before.processes, own_processes()),
-    sockets = added(before.sockets, listening_sockets()),
+    sockets = added(before.sockets, still),
     files = added(before.files, files_outside()),
   }
   for what, list in pairs(evidence.left) do
