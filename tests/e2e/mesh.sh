@@ -3,7 +3,7 @@
 #
 #     tests/e2e/mesh.sh [COUNT]
 #
-# COUNT is 2000 when absent. Environment:
+# COUNT is 2000 when absent, 200 with CIRANDA_SHORT. Environment:
 #   CIRANDA_BUILD   directory for the Python environment and the cases (build, beside the sources)
 #   MESH_SEED       repeats a walk; a new one each time when absent
 #   MESH_JAX        the jax release to install and to follow; the newest that the Python found can run when absent
@@ -14,7 +14,8 @@ set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
 build=${CIRANDA_BUILD:-$root/build}
-count=${1:-2000}
+count=${1:-${CIRANDA_SHORT:+200}}
+count=${count:-2000}
 seed=${MESH_SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
 . "$root/tests/e2e/mesh/environment.sh"
 
