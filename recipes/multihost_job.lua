@@ -1,6 +1,7 @@
 --- multihost_job: asks for slices that run a command by themselves, as MaxText's script of that name does.
 local attempt = require("ciranda.run.attempt")
 local bundle = require("ciranda.run.bundle")
+local checkpoint_flags = require("ciranda.run.checkpoint_flags")
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
@@ -181,6 +182,9 @@ function M.run(context)
     end
   end
   job.check(request, tpu)
+  for _, warning in ipairs(checkpoint_flags.warnings(flags.COMMAND, request.autocheckpoint or false)) do
+    progress:say("Warning: %s", warning)
+  end
   local journal <close> = journals.open(run, { recipe = context.name, arguments = context.args })
   local place = upload(context, storage, run, request)
   request.startup_script = job.script({

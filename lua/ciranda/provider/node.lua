@@ -100,6 +100,8 @@ function M.slice(node, index, guest_attributes)
     symptoms = node.symptoms,
     metadata = node.metadata,
     upcoming_maintenance = node.upcomingMaintenance,
+    -- Only v2alpha1 tells it, and only when it is true.
+    autocheckpoint = node.autocheckpointEnabled,
     workers = {},
   }
   for place = 1, #endpoints, networks do
