@@ -79,6 +79,26 @@ function M.last_step(text)
   return last
 end
 
+--- The step at which processes agreed to save and stop, as Orbax logs it when the coordination service has passed a
+--- SIGTERM on: also one that nobody here has sent.
+---@param text string a piece of a log
+---@return integer?
+function M.sync_point(text)
+  local last
+  for digits in text:gmatch("Reached preemption sync point, step=(%d+)") do
+    last = math.tointeger(tonumber(digits))
+  end
+  return last
+end
+
+--- Does a log say that training ended because of a SIGTERM, whatever the exit status? MaxText says so and leaves with
+--- 0, also without a save.
+---@param text string a piece of a log
+---@return boolean
+function M.stopped_by_signal(text)
+  return text:find("Job received termination signal (SIGTERM)", 1, true) ~= nil
+end
+
 ---@class ciranda.checkpoint.Listing
 ---@field directory string
 ---@field steps table<ciranda.Worker, table<integer, integer>> of those that answered

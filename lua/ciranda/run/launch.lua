@@ -118,15 +118,18 @@ function Launch:signalled(name)
   return true
 end
 
---- Takes note of the steps that the logs speak of.
+--- Takes note of the steps that the logs speak of, and of a stop that the command was told of by others.
 ---@private
 function Launch:count_steps(worker, bytes)
   local text = (self.step_partial[worker] or "") .. bytes
   local cut = text:match("^.*\n()") or 1
-  local step = checkpoint.last_step(text:sub(1, cut - 1))
+  local lines = text:sub(1, cut - 1)
+  local step = checkpoint.last_step(lines)
   if step and step > (self.last_step or -1) then
     self.last_step = step
   end
+  self.sync_point = checkpoint.sync_point(lines) or self.sync_point
+  self.told_to_stop = self.told_to_stop or checkpoint.stopped_by_signal(lines)
   self.step_partial[worker] = text:sub(cut):sub(-4096)
 end
 
@@ -149,6 +152,15 @@ function Launch:look_before()
   end
   self:say("The checkpoints could not be looked at before the signal: %s", tostring(watch))
   return nil
+end
+
+--- Did the command stop because somebody else sent it SIGTERM: the platform before maintenance, or a person on a
+--- worker? Its exit status does not say it; a job that trained on after its sync point was not stopped by it.
+---@private
+---@return boolean
+function Launch:was_preempted()
+  return not self.stopping
+    and (self.told_to_stop or self.sync_point ~= nil and self.sync_point >= (self.last_step or 0))
 end
 
 --- The lines on what is on disk after the end.
@@ -180,6 +192,11 @@ function Launch:tell_checkpoint(watch)
       return
     end
     local step = checkpoint.newest(listing)
+    if self:was_preempted() and self.sync_point and step == self.sync_point then
+      self:say("Checkpoint: saved: step %d is on disk in %s", step, directory)
+      self.journal:append("saved", { attempt = self.id, step = step })
+      return
+    end
     local lost = self.last_step and self.last_step - (step or -1)
     self:say(
       "Last step on disk: %s in %s%s",
@@ -323,14 +340,15 @@ function Launch:conclude(verdict, before)
   for _, line in ipairs(report.stopped(verdict)) do
     self:say("%s", line)
   end
-  if failed or self.stopping then
+  local preempted = self:was_preempted()
+  if failed or self.stopping or preempted then
     self:tell_checkpoint(before)
   end
   if failed then
     self:say("Main command finished with errors, check the logs located in: %s/", directory)
     return {
       status = verdict.status,
-      kind = verdict.kind,
+      kind = preempted and verdict.kind == "user" and "preempted" or verdict.kind,
       message = ("%s: exit status %s, from slice %d worker %d"):format(
         verdict.kind,
         cause.describe_status(failed),
@@ -357,6 +375,16 @@ function Launch:conclude(verdict, before)
         nodeset.fold(self.options.fleet:workers()),
         directory
       ),
+    }
+  end
+  if preempted then
+    return {
+      status = STOPPED.SIGTERM,
+      kind = "preempted",
+      message = (
+        "preempted: a SIGTERM that did not come from here stopped the command%s, exit status %d; the same "
+        .. "command goes on from its last checkpoint"
+      ):format(self.sync_point and (" at step %d"):format(self.sync_point) or "", STOPPED.SIGTERM),
     }
   end
   return { status = 0, kind = "done", message = self.options.success or "Finished." }
@@ -608,7 +636,7 @@ function M.attach(options)
     on_interrupt = options.on_interrupt,
     show = options.show,
     checkpoint_directory = last.checkpoint_directory,
-    grace = last.grace,
+    grace = options.grace or last.grace,
     failure_grace = last.failure_grace,
     success = "Finished successfully.",
   }, journal, last.attempt)

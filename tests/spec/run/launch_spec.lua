@@ -210,6 +210,47 @@ describe("run.launch", function()
     assert.matches("not saved: there is no finished step", text(), 1, true)
   end)
 
+  --- SIGTERM to the trainer of one worker, as the platform sends it.
+  local function term_one()
+    for pid, line in pairs(machines["1.0"]:processes()) do
+      if line:find("python3%S* %S*train%.py") then
+        uv.kill(pid, "sigterm")
+      end
+    end
+  end
+
+  it(
+    "says preempted when others sent SIGTERM, whatever the status, and whether the step is on disk",
+    function()
+      local told = { { when = log_has(0, 0, "completed step: 3"), act = term_one } }
+      local options = { checkpoint_directory = root .. "/shared" }
+      local result = run_with(settings(trainer("--steps 100000"), options), told)
+      assert.same({ 143, "preempted" }, { result.status, result.kind })
+      local step = text():match("Checkpoint: saved: step (%d+) is on disk")
+      assert.is_not_nil(step, text())
+      assert.matches("stopped the command at step " .. step, result.message, 1, true)
+      assert.equal(math.tointeger(tonumber(step)), journal.read("r1").attempts[1].saved)
+
+      said = {}
+      options.run = "r2"
+      told[1].when = function()
+        local file = io.open(root .. "/r2/output_slice_0000_worker_0000.txt")
+        local all = file and file:read("a") or ""
+        return file and file:close() and all:find("completed step", 1, true) ~= nil
+      end
+      result = run_with(settings(trainer("--steps 100000 --variant exits-0-without-save"), options), told)
+      assert.same({ 143, "preempted" }, { result.status, result.kind })
+      assert.is_nil(text():find("Checkpoint: saved", 1, true))
+      assert.matches("Last step on disk: " .. step .. " in", text(), 1, true)
+    end
+  )
+
+  it("is done when a job that was told to stop trained on to its end", function()
+    local result =
+      launch.run(settings("echo Reached preemption sync point, step=3; echo 'completed step: 4, seconds: 1'"))
+    assert.same({ 0, "done" }, { result.status, result.kind })
+  end)
+
   it("says saved of one that leaves with 1 after a save", function()
     local command = trainer("--steps 100000 --variant exits-1-after-save")
     run_with(settings(command, { checkpoint_directory = root .. "/shared" }), {
