@@ -15,6 +15,7 @@ local uv = require("luv")
 
 local M = {
   summary = "ask for TPU slices whose start-up script runs a command, and return",
+  creates = true, -- run --sim begins without slices
   description = "Puts SCRIPT_DIR into a bucket and asks for a queued resource whose machines fetch it and run COMMAND "
     .. "as root in /RUN_NAME, a virtual environment active, at every boot until it has finished. Returns "
     .. "when the request has been accepted; --follow=true stays until the end. Logs and exit statuses are in "

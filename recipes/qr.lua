@@ -10,6 +10,7 @@ local VERBS = { create = true, list = true, describe = true, wait = true, delete
 
 local M = {
   summary = "queued resources: create, list, describe, wait, delete, reset",
+  creates = true, -- run --sim begins without slices
   description = "ciranda qr create NAME, list, describe NAME, wait NAME [STATE], delete NAME, reset NAME. create "
     .. "takes the flags of gcloud's command, waits until the slices are ACTIVE unless --async is given, "
     .. "and remembers what it made for `ciranda gc`; asking twice for the same name makes it once.",

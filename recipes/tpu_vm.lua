@@ -7,6 +7,7 @@ local tables = require("ciranda.cli.table")
 
 local M = {
   summary = "single TPU nodes: create, list, describe, start, stop, delete",
+  creates = true, -- run --sim begins without slices
   description = "ciranda tpu_vm create NAME, list, describe NAME, start NAME, stop NAME, delete NAME. create takes the "
     .. "flags of gcloud's command, waits until the node is READY unless --async is given, and remembers what it "
     .. "made for `ciranda gc`; asking twice for the same name makes it once. Several slices, or a place in the "

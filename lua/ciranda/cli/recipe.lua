@@ -60,11 +60,12 @@ end
 --- Starts a private simulated cloud and points this process at it.
 ---@param options table from --sim-slices and the like
 ---@param values table the recipe's flags: TPU_PREFIX names the slices
+---@param creates? boolean the recipe makes its own slices: without --sim-slices there are none
 ---@return table simulator with close()
-local function start_simulator(options, values)
+local function start_simulator(options, values, creates)
   local uv = require("luv")
   local settings = {
-    slices = math.tointeger(tonumber(options.slices or 2)),
+    slices = math.tointeger(tonumber(options.slices or (creates and 0 or 2))),
     type = options.type,
     prefix = values.TPU_PREFIX,
     seed = options.seed and math.tointeger(tonumber(options.seed)),
@@ -151,7 +152,7 @@ function M.main(command)
         result = given_result
       end,
     }
-    local _ <close> = command.sim and start_simulator(command.sim, values) or nil
+    local _ <close> = command.sim and start_simulator(command.sim, values, recipe.creates) or nil
     local ok, status = xpcall(recipe.run, with_traceback, context)
     context.progress:close()
     if ok then
