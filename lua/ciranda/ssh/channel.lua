@@ -11,8 +11,8 @@ local M = {}
 -- Bytes that are kept for a reader who does not come, before the command has to wait; and when it goes on.
 local HIGH_WATER, LOW_WATER = 256 * 1024, 64 * 1024
 
--- Milliseconds that a server has to answer a close before its channel is left to the end of the connection.
-local CLOSE_MS = 10000
+--- Milliseconds that a server has to answer a close before its channel is left to the end of the connection.
+M.CLOSE_MS = 10000
 
 local STREAMS = { "stdout", "stderr" }
 
@@ -215,7 +215,7 @@ end
 
 --- Close the channel. Unread output is dropped. The command is not ended by it, but loses its streams.
 function Channel:close()
-  self.raw:close(CLOSE_MS)
+  self.raw:close(M.CLOSE_MS)
 end
 
 --- End the command, as far as a channel can: TERM, then the channel is closed. For clean-up; does not wait.

@@ -29,6 +29,9 @@ M.MAX_STARTING = 8
 --- Channels at once on a connection: OpenSSH allows 10 (MaxSessions).
 M.MAX_CHANNELS = 8
 
+-- Seconds between attempts at a server that hangs up first, each with jitter.
+local RETRY_PAUSES = { 0.1, 0.3, 0.9 }
+
 -- What is offered, best first. Group exchange with SHA-1, CBC and SHA-1 MACs are left out; group14 costs four times
 -- what curve25519 does and comes last. Ciphers in the order of libssh2's speed with bulk data.
 local METHODS = {
@@ -288,17 +291,20 @@ local function milliseconds(seconds)
   return math.max(1, math.floor(seconds * 1000))
 end
 
---- Connect, exchange identifications and keys. Returns the engine's session.
+--- Connect, exchange identifications and keys, and, when that can be done without waiting for anything else, verify the
+--- host key and offer the first key.
+---@return userdata session the engine's
+---@return string? trust
+---@return table? begun see login.begin
 local function open(settings, expected, place)
   local timeouts = settings.timeouts
-  local methods = setmetatable({ hostkey = hostkey.algorithms(expected) }, { __index = METHODS })
   local request = {
     methods = {
-      kex = methods.kex,
-      cipher = methods.cipher,
-      mac = methods.mac,
-      sign = methods.sign,
-      hostkey = methods.hostkey,
+      kex = METHODS.kex,
+      cipher = METHODS.cipher,
+      mac = METHODS.mac,
+      sign = METHODS.sign,
+      hostkey = hostkey.algorithms(expected),
     },
     connect_ms = milliseconds(timeouts.connect),
     banner_ms = milliseconds(timeouts.banner),
@@ -308,14 +314,26 @@ local function open(settings, expected, place)
     request[key] = value
   end
   return scheduler.await(function(done)
-    local operation, session = core.open(request, function(err, session)
-      done(err and explain(errors.wrap(err), settings), session)
-    end)
+    local function on_open(err, session)
+      if err then
+        return done(explain(errors.wrap(err), settings))
+      end
+      local ok, trust = pcall(hostkey.judge, expected, settings.policy, session:host_key())
+      local begun = ok
+        and trust ~= "new"
+        and login.begin(session, settings, function(outcome)
+          done(nil, session, trust, outcome)
+        end)
+      if not begun then
+        done(nil, session)
+      end
+    end
+    local _, session = core.open(request, on_open)
     if place.attach then
       place.attach(session)
     end
     return function()
-      operation:cancel()
+      session:close("cancelled") -- whatever is under way then ends, and `done` is called
     end
   end, "a connection to " .. settings.label)
 end
@@ -328,9 +346,9 @@ local function open_any(settings, expected, under)
   local first
   for _, address in ipairs(resolve(settings)) do
     local request = { address = address, port = settings.port, bind = settings.bind }
-    local ok, session = pcall(open, settings, expected, { request = request })
+    local ok, session, trust, begun = pcall(open, settings, expected, { request = request })
     if ok then
-      return session
+      return session, trust, begun
     end
     if not errors.is(session, "refused", "unreachable", "timeout", "reset", "closed") then
       error(session, 0)
@@ -371,6 +389,27 @@ local function guarded(thing)
   })
 end
 
+--- Open a session; a server that hangs up before it says who it is has had too many at once, most likely, and is tried
+--- again after a moment. `under` holds what carries the session.
+local function open_patiently(settings, expected, under, options)
+  for attempt = 1, math.huge do
+    under.thing = proxy.open(settings, M.connect, options)
+    local ok, session, trust, begun = pcall(open_any, settings, expected, under.thing)
+    if ok then
+      return session, trust, begun
+    end
+    local pause = RETRY_PAUSES[attempt]
+    if not pause or session.phase ~= "banner" or not errors.is(session, "closed", "reset") then
+      error(session, 0)
+    end
+    if under.thing then
+      under.thing:close()
+      under.thing = nil
+    end
+    task.sleep(pause * (0.5 + math.random()))
+  end
+end
+
 --- Connect to a host and log in.
 ---@async
 ---@param options ciranda.ssh.ConnectOptions
@@ -391,17 +430,18 @@ function M.connect(options)
     pins = options.pins,
     files = settings.known_hosts,
   })
-  local under <close> = guarded(proxy.open(settings, M.connect, options))
+  local under <close> = guarded()
   local session <close> = guarded()
   local key_type, blob, trust, key
   as_one_of_few(settings, function()
-    session.thing = open_any(settings, expected, under.thing)
+    local begun
+    session.thing, trust, begun = open_patiently(settings, expected, under, options)
     key_type, blob = session.thing:host_key()
-    if not key_type then
+    if not key_type and not begun then
       errors.raise(explain(errors.wrap(select(2, session.thing:status())), settings))
     end
-    trust = hostkey.verify(expected, key_type, blob, settings.policy)
-    key = login.authenticate(session.thing, settings)
+    trust = trust or hostkey.verify(expected, key_type, blob, settings.policy)
+    key = login.authenticate(session.thing, settings, begun)
   end)
 
   local connection = connections.new(session.thing, {

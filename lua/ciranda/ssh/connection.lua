@@ -198,17 +198,23 @@ function Connection:start(command, options)
   return self:_start(command, options)
 end
 
+--- The engine's request for a command.
 ---@private
-function Connection:_start(command, options)
-  local request = { env = self.send_env }
-  request.command = options.env and with_environment(command, options.env, 3) or command
+function Connection:_request(command, options)
+  local request = { env = self.send_env, timeout = self.channel_ms }
+  request.command = options.env and with_environment(command, options.env, 4) or command
   local pty = options.pty
   if pty then
     pty = type(pty) == "table" and pty or {}
     request.term = pty.term or os.getenv("TERM") or "xterm"
     request.columns, request.rows = pty.columns, pty.rows
   end
-  return self:_open(self.session.exec, request, ("%q"):format(command))
+  return request
+end
+
+---@private
+function Connection:_start(command, options)
+  return self:_open(self.session.exec, self:_request(command, options), ("%q"):format(command))
 end
 
 --- Start a subsystem, such as "sftp".
@@ -313,8 +319,91 @@ local function feed(channel, stdin)
   end
 end
 
+--- The common case, a command with no input and nobody who takes its output as it comes: everything happens in the
+--- engine's callbacks, and the task is woken once. Returns nil when the server has no channel for it now.
+---@private
+function Connection:_exec_at_once(command, options)
+  local slots = self.slots
+  slots:acquire()
+  local kept, sizes = { {}, {} }, { 0, 0 }
+  local limit = options.max_output or M.MAX_OUTPUT
+  local channel, problem
+  local err, refused = scheduler.await(function(done)
+    local function on_data(_, data, stream)
+      if data then
+        sizes[stream] = sizes[stream] + #data
+        if sizes[stream] <= limit then
+          table.insert(kept[stream], data)
+        elseif not problem then
+          problem = stream
+          channel:signal("TERM")
+          channel:close(channels.CLOSE_MS)
+        end
+      end
+    end
+    local operation = self.session:exec(self:_request(command, options), function(err, raw)
+      if err then
+        slots:release()
+        return done(nil, err, err.reason == "channel_refused")
+      end
+      channel = raw
+      raw:on_close(function(close_err)
+        slots:release()
+        done(nil, close_err)
+      end)
+      raw:shutdown()
+      raw:read_start(on_data)
+    end)
+    return function()
+      if channel then
+        channel:signal("TERM")
+        channel:close(channels.CLOSE_MS)
+        -- Its slot comes back when the server has closed it; nobody waits for that.
+        return true
+      end
+      operation:cancel()
+      return false
+    end
+  end, ("%q"):format(command))
+  if refused then
+    return nil
+  end
+  if problem then
+    self:_too_much(command, problem == 1 and "stdout" or "stderr", limit)
+  end
+  if err then
+    self:_raise(err)
+  end
+  local code, signal, message = channel:exit()
+  return {
+    code = code,
+    signal = signal,
+    message = message ~= "" and message or nil,
+    stdout = table.concat(kept[1]),
+    stderr = table.concat(kept[2]),
+    command = command,
+    target = self.label,
+  }
+end
+
+---@private
+function Connection:_too_much(command, stream, limit)
+  errors.raise({
+    code = "invalid",
+    op = "ssh.exec",
+    target = self.label,
+    message = ("%s has written more than the %d bytes kept; give on_%s"):format(command, limit, stream),
+  })
+end
+
 ---@private
 function Connection:_exec(command, options)
+  if not options.stdin and not options.on_stdout and not options.on_stderr then
+    local result = self:_exec_at_once(command, options)
+    if result then
+      return setmetatable(result, Result)
+    end
+  end
   local channel = self:_start(command, options)
   -- Whatever ends this call early ends the command too, as far as can be.
   local _ <close> = setmetatable({}, {
@@ -339,12 +428,7 @@ function Connection:_exec(command, options)
     else
       sizes[stream] = sizes[stream] + #data
       if sizes[stream] > limit then
-        errors.raise({
-          code = "invalid",
-          op = "ssh.exec",
-          target = self.label,
-          message = ("%s has written more than the %d bytes kept; give on_%s"):format(command, limit, stream),
-        })
+        self:_too_much(command, stream, limit)
       end
       table.insert(kept[stream], data)
     end

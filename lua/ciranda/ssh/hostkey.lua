@@ -132,15 +132,14 @@ local function refuse(expected, reason, message)
   })
 end
 
---- Judge the key that the server showed.
----@async
+--- Judge the key that the server showed. Does not wait.
 ---@param expected ciranda.ssh.HostKeys
+---@param policy "strict"|"accept-new"
 ---@param key_type string
 ---@param blob string
----@param policy "strict"|"accept-new"
----@return "pinned"|"known"|"added"
+---@return "pinned"|"known"|"new" new: nobody knows it, and it is to be accepted and written down
 --- Raises `hostkey`, with reason "revoked", "changed", "unknown" or "authority".
-function M.verify(expected, key_type, blob, policy)
+function M.judge(expected, policy, key_type, blob)
   local known = expected.known
   local revoked = contains(known.revoked, blob)
   if not revoked and expected.pins and contains(expected.pins, blob) then
@@ -190,8 +189,7 @@ function M.verify(expected, key_type, blob, policy)
     )
   end
   if policy == "accept-new" and expected.file then
-    known_hosts.add(expected.file, expected.host, expected.port, key_type, blob)
-    return "added"
+    return "new"
   end
   if #known.authorities > 0 then
     refuse(
@@ -213,6 +211,23 @@ function M.verify(expected, key_type, blob, policy)
       .. "(ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there) and add it to known_hosts, or accept it unseen "
       .. 'with host_key_policy = "accept-new"'
   )
+end
+
+--- Judge the key that the server showed, and write it down when it is new and accepted.
+---@async
+---@param expected ciranda.ssh.HostKeys
+---@param key_type string
+---@param blob string
+---@param policy "strict"|"accept-new"
+---@return "pinned"|"known"|"added"
+--- Raises as `judge` does; `permission`, `io`, ... when it cannot be written down.
+function M.verify(expected, key_type, blob, policy)
+  local trust = M.judge(expected, policy, key_type, blob)
+  if trust == "new" then
+    known_hosts.add(expected.file, expected.host, expected.port, key_type, blob)
+    return "added"
+  end
+  return trust
 end
 
 return M

@@ -154,6 +154,14 @@ function M.load(path, passphrase, quiet)
   end)
 end
 
+--- The key in a file when it has been read lately, else nil. Does not wait.
+---@param path string
+---@return ciranda.ssh.Key?
+function M.loaded(path)
+  local cached = cache[M.expand(path)]
+  return cached and uv.now() - cached.checked < FRESH_MS and cached.key or nil
+end
+
 --- The key in a text, such as a secret store gives.
 ---@async
 ---@param text string

@@ -84,13 +84,17 @@ end
 
 -- Offers -----------------------------------------------------------------------------------------------------------
 
---- Authenticate with a private key.
-local function offer_key(session, settings, key)
-  return task.call(session.authenticate, session, {
+local function with_key(settings, key)
+  return {
     user = settings.user,
     key = key.handle,
     timeout = math.floor(settings.timeouts.auth * 1000),
-  })
+  }
+end
+
+--- Authenticate with a private key.
+local function offer_key(session, settings, key)
+  return task.call(session.authenticate, session, with_key(settings, key))
 end
 
 --- Authenticate with a signature of the agent's. The engine asks for it in a callback, where nothing may wait: a task
@@ -239,13 +243,47 @@ function Attempts:try_agent(agent)
   return false
 end
 
+--- The key that is offered first, when that is known without waiting, with its name.
+---@param settings table of ciranda.ssh.connect
+---@return ciranda.ssh.Key?
+---@return string? name
+local function first_key(settings)
+  local first = settings.keys and settings.keys[1]
+  if type(first) == "string" then
+    return keys.loaded(first), keys.expand(first)
+  elseif first then
+    return first, first.path or ("a key (%s)"):format(first.type)
+  end
+  return nil
+end
+
+--- Offer the first key at once, in the engine's callback: most logins need no other, and no task need be woken for
+--- it. Returns nil when the first key is not at hand.
+---@param session userdata
+---@param settings table
+---@param done fun(outcome: { name: string, key: ciranda.ssh.Key, err: any? })
+---@return userdata? operation
+function M.begin(session, settings, done)
+  local key, name = first_key(settings)
+  if not key then
+    return nil
+  end
+  return session:authenticate(with_key(settings, key), function(err)
+    done({ name = name, key = key, err = err and errors.wrap(err) })
+  end)
+end
+
 --- Log in.
 ---@async
 ---@param session userdata the engine's, its host key verified
 ---@param settings table of ciranda.ssh.connect
+---@param begun { name: string, key: ciranda.ssh.Key, err: any? }? what `begin` has found out
 ---@return string name what was accepted, for messages
 --- Raises `auth`; `closed` and the like when the connection ended.
-function M.authenticate(session, settings)
+function M.authenticate(session, settings, begun)
+  if begun and not begun.err then
+    return begun.name
+  end
   local agent <close> = setmetatable({ settings = settings }, LazyAgent)
   local attempts = setmetatable({
     session = session,
@@ -255,11 +293,19 @@ function M.authenticate(session, settings)
     offered = 0,
     left = 0,
   }, Attempts)
+  if begun then
+    attempts.offered = 1
+    attempts.used[begun.key.blob] = true
+    attempts:failed(begun.name, begun.err)
+  end
   local named = settings.keys
   if not named and attempts:try_agent(agent) then
     return attempts.accepted
   end
-  for _, key in ipairs(named or keys.default_files()) do
+  for index, key in ipairs(named or keys.default_files()) do
+    if begun and index == 1 then
+      goto continue
+    end
     local accepted
     if type(key) == "string" then
       accepted = attempts:try_file(key, agent)
@@ -270,6 +316,7 @@ function M.authenticate(session, settings)
     if accepted then
       return attempts.accepted
     end
+    ::continue::
   end
   if named and not settings.identities_only and attempts:try_agent(agent) then
     return attempts.accepted

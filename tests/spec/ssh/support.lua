@@ -145,7 +145,8 @@ local function sshd_version()
 end
 
 --- Start sshd.
----@param options { host_keys: string[]?, authorized: string[]?, config: string[]?, port: integer? }?
+---@param options { host_keys: string[]?, authorized: string[]?, config: string[]?, port: integer?,
+---  every_address: boolean? }? every_address: for measurements, which use all of 127.0.0.0/8
 ---@return ssh.spec.Server
 function M.server(options)
   options = options or {}
@@ -184,7 +185,7 @@ function M.server(options)
   for _ = 1, 20 do
     local address, port = random_address(), options.port or math.random(20000, 29999)
     local lines = {
-      ("ListenAddress %s:%d"):format(address, port),
+      ("ListenAddress %s:%d"):format(options.every_address and "0.0.0.0" or address, port),
       ("AuthorizedKeysFile %s/authorized_keys"):format(base),
       "UsePAM no",
       "StrictModes no",
