@@ -107,22 +107,25 @@ end
 ---@field first ciranda.run.Outcome? nil when nothing failed by itself
 ---@field consequences ciranda.run.Outcome[] the other failures
 ---@field stopped ciranda.run.Outcome[] ended after we had asked them to
+---@field ended ciranda.run.Outcome[] ended well by themselves
 
 --- The verdict on a gang.
 ---@param outcomes ciranda.run.Outcome[]
 ---@return ciranda.run.Cause
 function M.first(outcomes)
-  local failures, stopped, earliest = {}, {}, math.huge
+  local failures, stopped, ended, earliest = {}, {}, {}, math.huge
   for place, outcome in ipairs(outcomes) do
     if outcome.stopped then
       stopped[#stopped + 1] = outcome
     elseif M.failed(outcome) then
       failures[#failures + 1] = { outcome = outcome, place = place, at = outcome.at or math.huge }
       earliest = math.min(earliest, outcome.at or math.huge)
+    else
+      ended[#ended + 1] = outcome
     end
   end
   if #failures == 0 then
-    return { status = 0, kind = "user", consequences = {}, stopped = stopped }
+    return { status = 0, kind = "user", consequences = {}, stopped = stopped, ended = ended }
   end
   for _, failure in ipairs(failures) do
     failure.follows = M.follows(failure.outcome)
@@ -150,6 +153,7 @@ function M.first(outcomes)
     first = first,
     consequences = consequences,
     stopped = stopped,
+    ended = ended,
   }
 end
 

@@ -82,6 +82,12 @@ function M.stopped(verdict)
       group.killed and " (by SIGKILL: the grace was over)" or ""
     )
   end
+  -- A gang that agrees on its last step ends together: some before our signal has reached them.
+  if #lines > 0 and #(verdict.ended or {}) > 0 then
+    lines[#lines + 1] = ("Ended before the signal came: %s, with 0"):format(
+      nodeset.fold(workers_of(verdict.ended))
+    )
+  end
   return lines
 end
 
