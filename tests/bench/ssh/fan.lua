@@ -2,6 +2,7 @@
 --   fan      connect, log in, `echo NONCE`, close; each host 127.1.x.y; prints CPU a host
 --   hold     open all, run a command on each, then a second; prints what is held, memory and both costs
 --   stream   one host: COUNT bytes of zeroes
+--   streams  16 MiB from each of COUNT hosts at once; prints the longest turn of the loop, in CPU time
 -- One line of JSON. CPU is that of this process while it works, its start left out.
 local json = require("ciranda.io.json")
 local ssh = require("ciranda.ssh")
@@ -79,6 +80,30 @@ elseif kind == "hold" then
   out.held = 0
   for _, connection in ipairs(connections) do
     out.held = out.held + (connection:is_open() and 1 or 0)
+    connection:close()
+  end
+elseif kind == "streams" then
+  local longest, last = 0, os.clock()
+  local prepare = uv.new_prepare()
+  prepare:start(function()
+    local now = os.clock()
+    longest = math.max(longest, now - last)
+    last = now
+  end)
+  local connections = task.map(hosts, connect, 16)
+  longest = 0
+  task.map(connections, function(connection)
+    local received = 0
+    connection:exec("head -c 16777216 /dev/zero", {
+      on_stdout = function(bytes)
+        received = received + #bytes
+      end,
+    })
+    assert(received == 16777216, "bytes are missing")
+  end)
+  prepare:close()
+  out.max_turn_ms = longest * 1000
+  for _, connection in ipairs(connections) do
     connection:close()
   end
 elseif kind == "stream" then

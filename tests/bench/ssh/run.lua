@@ -115,7 +115,8 @@ local function peers(count)
     user,
     port,
     known
-  ) .. "-o GlobalKnownHostsFile=none -o IdentitiesOnly=yes -o IdentityAgent=none -o KexAlgorithms=curve25519-sha256 -o BatchMode=yes -o LogLevel=QUIET"
+  ) .. "-o GlobalKnownHostsFile=none -o IdentitiesOnly=yes -o IdentityAgent=none "
+  options = options .. "-o KexAlgorithms=curve25519-sha256 -o BatchMode=yes -o LogLevel=QUIET"
   local found = {}
   found.ssh =
     cpu_of_children(("xargs -a %s -P %d -I{} ssh %s {} echo hi"):format(list, WINDOW, options), count)
@@ -184,7 +185,8 @@ do
   figures.stream_mb_s = tonumber(bytes) / own / 1e6
   figures.stream_ratio_bare = median(bare_s) / own
   figures.stream_ratio_ssh = median(ssh_s) / own
-  note("stream: %.0f MB/s", figures.stream_mb_s)
+  figures.max_turn_ms = ours("streams", 64, 16, port, user, support.key("ed25519"), host_key).max_turn_ms
+  note("stream: %.0f MB/s; longest turn %.1f ms", figures.stream_mb_s, figures.max_turn_ms)
 end
 server:stop()
 
