@@ -6,9 +6,9 @@ local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
 local checkpoint = require("ciranda.run.checkpoint")
 local err = require("ciranda.io.error")
-local fleets = require("ciranda.fleet")
 local gangs = require("ciranda.run.gang")
 local journals = require("ciranda.run.journal")
+local known = require("ciranda.run.known")
 local logs_of = require("ciranda.run.logs")
 local nodeset = require("ciranda.fleet.nodeset")
 local output = require("ciranda.run.output")
@@ -55,6 +55,7 @@ local TAIL_LINES = 20
 ---@field failure_grace number? (30)
 ---@field stage_timeout number? (600)
 ---@field node_state (fun(worker: ciranda.Worker): string)? the state of a worker's node, "gone" when there is none
+---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field success string? the line that says that all is well
 
 ---@class ciranda.run.LaunchResult
@@ -451,6 +452,9 @@ function Launch:make_gang()
     on_bytes = function(worker, bytes)
       self.logs:take(worker, bytes)
       self:count_steps(worker, bytes)
+      if options.on_bytes then
+        options.on_bytes(worker, bytes)
+      end
     end,
     on_outcome = function(outcome)
       self.logs:finish(outcome.worker)
@@ -573,6 +577,7 @@ end
 ---@field json boolean?
 ---@field on_interrupt fun(handler: function): fun()
 ---@field show string?
+---@field grace number? seconds a stop by the user gives (what the run was started with)
 ---@field take boolean? take the run from a runner on another machine that never said goodbye
 
 --- Takes up a run whose runner is gone: follows its last attempt to the end.
@@ -580,51 +585,8 @@ end
 ---@return ciranda.run.LaunchResult
 -- Raises "not_found" when there is no such run or nothing of it is running; "busy" when its runner is alive.
 function M.attach(options)
-  local state = journals.read(options.run)
-  local last = state and state.attempts[#state.attempts]
-  if not state or not last or not last.gone then
-    local known = journals.list()
-    err.raise({
-      code = "not_found",
-      op = "attach",
-      target = options.run,
-      message = state and ("run %s has started no command"):format(options.run)
-        or ("there is no run %s on this machine%s"):format(
-          options.run,
-          #known > 0 and "; there are " .. table.concat(known, ", ", math.max(1, #known - 9)) or ""
-        ),
-    })
-  elseif last.ended then
-    err.raise({
-      code = "not_found",
-      op = "attach",
-      target = options.run,
-      message = ("run %s has ended: %s, exit status %s; its logs are in %s/%s"):format(
-        options.run,
-        last.ended.kind,
-        last.ended.status,
-        (journals.path(options.run):gsub("/journal.jsonl$", "")),
-        last.attempt
-      ),
-    })
-  end
-  local slices, by_number = {}, {}
-  for _, worker in ipairs(last.workers) do
-    local slice = by_number[worker.slice]
-    if not slice then
-      slice = { index = worker.slice, name = worker.node or ("slice" .. worker.slice), workers = {} }
-      by_number[worker.slice] = slice
-      slices[#slices + 1] = slice
-    end
-    table.insert(slice.workers, worker)
-  end
-  local connect_options = options.connect_options
-  for name, value in pairs(last.connection or {}) do
-    if connect_options[name] == nil then
-      connect_options[name] = value
-    end
-  end
-  local fleet <close> = fleets.new(slices, connect_options)
+  local last = known.find(options.run, "attach")
+  local fleet <close> = known.fleet(last, options.connect_options)
   local journal = journals.open(options.run, { take = options.take })
   local launch <close> = new({
     fleet = fleet,

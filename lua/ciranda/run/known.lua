@@ -1,0 +1,69 @@
+--- A run that somebody else started, found again by its name: its last attempt and the fleet that it is on.
+local err = require("ciranda.io.error")
+local fleets = require("ciranda.fleet")
+local journals = require("ciranda.run.journal")
+
+local M = {}
+
+--- The last attempt of a run, which must have been started and not have ended.
+---@param run string
+---@param op string for the error
+---@return table attempt as the journal has it
+---@return ciranda.journal.State state
+-- Raises "not_found" when there is no such run, when it has started nothing, or when nothing of it is running.
+function M.find(run, op)
+  local state = journals.read(run)
+  local last = state and state.attempts[#state.attempts]
+  if not state or not last or not last.gone then
+    local known = journals.list()
+    err.raise({
+      code = "not_found",
+      op = op,
+      target = run,
+      message = state and ("run %s has started no command"):format(run)
+        or ("there is no run %s on this machine%s"):format(
+          run,
+          #known > 0 and "; there are " .. table.concat(known, ", ", math.max(1, #known - 9)) or ""
+        ),
+    })
+  elseif last.ended then
+    err.raise({
+      code = "not_found",
+      op = op,
+      target = run,
+      message = ("run %s has ended: %s, exit status %s; its logs are in %s/%s"):format(
+        run,
+        last.ended.kind,
+        last.ended.status,
+        (journals.path(run):gsub("/journal.jsonl$", "")),
+        last.attempt
+      ),
+    })
+  end
+  return last, state
+end
+
+--- The fleet of an attempt. Nothing is connected to yet.
+---@param attempt table as the journal has it
+---@param connect_options table for `fleet.new`; what the attempt's own connection says is added to it
+---@return ciranda.Fleet fleet to be closed
+function M.fleet(attempt, connect_options)
+  local slices, by_number = {}, {}
+  for _, worker in ipairs(attempt.workers) do
+    local slice = by_number[worker.slice]
+    if not slice then
+      slice = { index = worker.slice, name = worker.node or ("slice" .. worker.slice), workers = {} }
+      by_number[worker.slice] = slice
+      slices[#slices + 1] = slice
+    end
+    table.insert(slice.workers, worker)
+  end
+  for name, value in pairs(attempt.connection or {}) do
+    if connect_options[name] == nil then
+      connect_options[name] = value
+    end
+  end
+  return fleets.new(slices, connect_options)
+end
+
+return M
