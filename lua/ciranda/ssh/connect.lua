@@ -61,6 +61,7 @@ local OPTIONS = {
   jump = true,
   via = true, -- of ciranda.ssh.proxy: the jump hosts passed so far
   proxy_command = true,
+  carrier = true,
   bind_address = true,
   keepalive = true,
   max_channels = true,
@@ -84,6 +85,7 @@ local OPTIONS = {
 ---@field config string|false|nil  an ssh_config file instead of the default ones; false: none
 ---@field jump string|ciranda.ssh.Connection|false|nil  "[user@]host[:port],..." to go through; false: none
 ---@field proxy_command string?    a command whose standard streams carry the connection
+---@field carrier (fun(address: string, port: integer): table)?  carries the bytes itself: see ciranda.ssh.proxy
 ---@field bind_address string?     the numeric local address to connect from
 ---@field keepalive { interval: number, count: integer }|false|nil
 ---@field max_channels integer?    8
@@ -208,6 +210,7 @@ local function settle(options)
     send_env = found.send_env,
     jump = options.jump,
     proxy_command = options.proxy_command,
+    carrier = options.carrier,
     keepalive = options.keepalive,
     max_channels = options.max_channels or M.MAX_CHANNELS,
   }

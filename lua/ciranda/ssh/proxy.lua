@@ -1,7 +1,16 @@
 --- What carries a connection that does not go straight to its host: jump hosts and proxy commands.
 ---
 --- A place is `{ request =, attach =, close = }`: options for the engine's `open`, a function that is given the
---- engine's session before any byte goes, and the end of it all.
+--- engine's session before any byte goes, and the end of it all. A caller's own carrier (the option `carrier`: a relay,
+--- for example) returns one too:
+---
+---     request = { write = fn, drained = fn }  -- write(data) sends a piece, then calls session:written(), once it has
+---                                             -- gone; drained() lets the input come again
+---     attach(session)                         -- from then on session:feed(data), which returns false when it is full,
+---                                             -- and session:feed_end()
+---     close()                                 -- the session has ended
+---
+--- All of these are called in callbacks of the loop and must not wait.
 
 local errors = require("ciranda.io.error")
 local task = require("ciranda.task")
@@ -191,6 +200,9 @@ end
 ---@param options ciranda.ssh.ConnectOptions
 ---@return { request: table, attach: function?, close: function }?
 function M.open(settings, connect, options)
+  if settings.carrier then
+    return settings.carrier(settings.address, settings.port)
+  end
   local jump = settings.jump
   if type(jump) == "table" then
     return through(jump, settings, function() end)

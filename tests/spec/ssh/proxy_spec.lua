@@ -200,6 +200,74 @@ describe("a connection that goes through others", function()
     assert.are.equal("banner", err.phase)
   end)
 
+  it("goes through a carrier of the caller's own", function()
+    local closed = 0
+    local function carrier(address, port)
+      local socket = uv.new_tcp()
+      local session
+      local function on_data(_, data)
+        if not data then
+          session:feed_end()
+        elseif not session:feed(data) then
+          socket:read_stop()
+        end
+      end
+      local connected, waiting = false, nil
+      socket:connect(address, port, function(err)
+        if err then
+          return session:feed_end()
+        end
+        connected = true
+        socket:read_start(on_data)
+        if waiting then
+          socket:write(waiting, function()
+            session:written()
+          end)
+        end
+      end)
+      return {
+        request = {
+          write = function(data)
+            if not connected then
+              waiting = data
+              return
+            end
+            socket:write(data, function()
+              session:written()
+            end)
+          end,
+          drained = function()
+            socket:read_start(on_data)
+          end,
+        },
+        attach = function(engine_session)
+          session = engine_session
+        end,
+        close = function()
+          closed = closed + 1
+          socket:close()
+        end,
+      }
+    end
+    do
+      local connection <close> = ssh.connect(options({ carrier = carrier }))
+      local data = ("c"):rep(5000000)
+      assert.is_true(connection:exec("cat", { stdin = data }).stdout == data)
+    end
+    assert.is_true(support.wait_for(function()
+      return closed == 1
+    end))
+    local gone = support.tcp(function() end)
+    gone.stop()
+    task.sleep(0.05)
+    fails(
+      "closed",
+      "banner",
+      ssh.connect,
+      options({ carrier = carrier, host = gone.address, port = gone.port })
+    )
+  end)
+
   it("carries other things than SSH", function()
     local echo <close> = support.tcp(function(client)
       client:read_start(function(_, data)
