@@ -13,6 +13,9 @@ local M = {}
 local DIRECTORY_MODE = 448 -- 0700: commands and their arguments are the user's own business
 local FILE_MODE = 384 -- 0600
 
+--- Seconds between two breaths of a runner: it touches its journal, so that others see that it is there.
+M.BREATH = 20
+
 --- The directory that holds all runs.
 ---@return string
 -- Raises "failed" when neither XDG_STATE_HOME nor HOME says where.
@@ -319,6 +322,14 @@ function M.read(run)
   return text and M.fold(run, (M.parse(text, path)))
 end
 
+--- When a run's runner last gave a sign of life: it wrote a fact, or breathed.
+---@param run string
+---@return number? seconds since 1970
+function M.breath(run)
+  local stat = uv.fs_stat(M.path(run))
+  return stat and stat.mtime.sec + stat.mtime.nsec / 1e9
+end
+
 --- The names of all runs, sorted.
 ---@return string[]
 function M.list()
@@ -414,10 +425,33 @@ function Journal:state()
   return self.folded
 end
 
+--- Breathes until the journal is closed. The timer keeps no program alive.
+---@private
+function Journal:breathe()
+  local timer, path = uv.new_timer(), self.path
+  timer:start(M.BREATH * 1000, M.BREATH * 1000, function()
+    local now = uv.gettimeofday()
+    uv.fs_utime(path, now, now, function() end) -- a breath that fails is told by its absence
+  end)
+  timer:unref()
+  self.timer = timer
+end
+
+---@private
+function Journal:hush()
+  if self.timer then
+    if not self.timer:is_closing() then
+      self.timer:close()
+    end
+    self.timer = nil
+  end
+end
+
 --- Says goodbye: the run is free for another runner. Safe to call twice.
 ---@param status integer? exit status
 ---@param kind string? "user", "infra", ...
 function Journal:close(status, kind)
+  self:hush()
   if self.fd then
     local ok, problem = pcall(self.append, self, "left", { id = self.id, status = status, kind = kind })
     uv.fs_close(self.fd)
@@ -433,6 +467,7 @@ function Journal:__close()
 end
 
 function Journal:__gc()
+  self:hush()
   if self.fd then
     uv.fs_close(self.fd)
     self.fd = nil
@@ -526,6 +561,7 @@ function M.open(run, options)
       })
     end
   end
+  journal:breathe()
   return journal
 end
 

@@ -1,0 +1,208 @@
+--- logs: what the workers of a run have written, as far as it is on this machine or in the job's bucket.
+local err = require("ciranda.io.error")
+local flags_of = require("ciranda.cli.flags")
+local fs = require("ciranda.io.fs")
+local job = require("ciranda.run.job")
+local nodeset = require("ciranda.fleet.nodeset")
+local runs = require("ciranda.run.runs")
+local screens = require("ciranda.run.screen")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {
+  summary = "show the logs of a run",
+  description = "Shows the log of the first worker as it is; of several, lines with their workers. The logs of "
+    .. "multihost_runner and of recipes like it are on this machine; those of multihost_job are read from its "
+    .. "bucket. --follow goes on until the run has ended.",
+  flags = {
+    { name = "RUN", positional = true, required = true, help = "Name of the run." },
+    {
+      name = "show",
+      help = "These workers: a node set such as slice[0-1]/worker0, or all (the first worker).",
+    },
+    { name = "tail", type = "integer", help = "Only so many lines from the end of each log." },
+    { name = "follow", type = "boolean", default = false, help = "Go on while the run does." },
+    { name = "attempt", help = "Of this attempt (the last one); ciranda runs RUN names it." },
+  },
+}
+
+--- Bytes read at once.
+local PIECE = 65536
+--- Seconds between two looks at logs that may have grown: on this machine, in a bucket.
+local LOOK, LOOK_BUCKET = 0.3, 10
+
+---@class recipes.logs.Source where logs come from
+---@field workers ciranda.Worker[]
+---@field size fun(worker: ciranda.Worker): integer bytes there are by now
+---@field read fun(worker: ciranda.Worker, from: integer, count: integer): string
+---@field ended fun(): boolean nothing more will come
+---@field look number seconds between two looks
+
+--- The logs of an attempt, on this machine.
+---@param state ciranda.journal.State
+---@param id string?
+---@return recipes.logs.Source
+local function from_attempt(state, id)
+  local attempt = runs.attempt(state, id)
+  local function path(worker)
+    return runs.log_path(state.run, attempt.attempt, worker)
+  end
+  return {
+    workers = attempt.workers or {},
+    look = LOOK,
+    size = function(worker)
+      local stat = uv.fs_stat(path(worker))
+      return stat and stat.size or 0
+    end,
+    read = function(worker, from, count)
+      local file <close> = fs.open(path(worker))
+      return file:read(count, from)
+    end,
+    ended = function()
+      local now = runs.read(state.run)
+      local open = runs.open_attempt(now)
+      return not runs.runner(now) or not (open and open.attempt == attempt.attempt)
+    end,
+  }
+end
+
+--- The logs of a job, in its bucket.
+---@param state ciranda.journal.State
+---@return recipes.logs.Source
+local function from_bucket(state)
+  local values = flags_of.parse("multihost_job", require("recipes.multihost_job"), state.arguments or {})
+  local place = job.place({ bucket = values.BUCKET_NAME, directory = values.BUCKET_DIR, run = state.run })
+  local storage = require("ciranda.gcp.storage").connect()
+  local workers, objects, finished = {}, {}, 0
+  local function look()
+    local view = job.look(storage, place)
+    for _, log in ipairs(view.logs) do
+      local key = log.slice .. "/" .. log.worker
+      if not objects[key] then
+        workers[#workers + 1] = { slice = log.slice, index = log.worker, node = "slice" .. log.slice }
+      end
+      objects[key] = log
+    end
+    finished = #view.statuses
+  end
+  look()
+  local function object(worker)
+    return objects[worker.slice .. "/" .. worker.index]
+  end
+  return {
+    workers = workers,
+    look = LOOK_BUCKET,
+    size = function(worker)
+      return object(worker).size
+    end,
+    read = function(worker, from, count)
+      local last = math.min(from + count, object(worker).size) - 1
+      return (storage:download(place.bucket, object(worker).name, { first = from, last = last }))
+    end,
+    ended = function()
+      look()
+      return #workers > 0 and finished >= #workers
+    end,
+  }
+end
+
+--- Where the last lines of a log begin.
+---@param source recipes.logs.Source
+---@param worker ciranda.Worker
+---@param lines integer
+---@return integer offset
+local function tail_offset(source, worker, lines)
+  local size = source.size(worker)
+  if lines == 0 then
+    return size
+  end
+  local from, count = size, 0
+  while from > 0 do
+    local start = math.max(0, from - PIECE)
+    local piece = source.read(worker, start, from - start)
+    for place = #piece, 1, -1 do
+      -- The newline at the very end ends a line; it does not begin one.
+      if piece:byte(place) == 10 and start + place < size then
+        count = count + 1
+        if count == lines then
+          return start + place
+        end
+      end
+    end
+    from = start
+  end
+  return 0
+end
+
+---@param context ciranda.cli.Context
+function M.run(context)
+  local flags = context.flags
+  if flags.tail and flags.tail < 0 then
+    err.raise({ code = "usage", message = ("--tail is %d, but takes a number of lines"):format(flags.tail) })
+  end
+  local state = runs.read(flags.RUN)
+  local is_job = state.recipe == "multihost_job" and #state.attempts == 0
+  local source = is_job and from_bucket(state) or from_attempt(state, flags.attempt)
+  if #source.workers == 0 then
+    context.progress:say("No worker of run %s has written anything yet", state.run)
+    return
+  end
+  local workers = flags.show and nodeset.select(source.workers, flags.show) or { source.workers[1] }
+  if context.json then
+    for _, worker in ipairs(workers) do
+      context.progress:event({
+        event = "log",
+        slice = worker.slice,
+        worker = worker.index,
+        size = source.size(worker),
+        path = not is_job and runs.log_path(state.run, runs.attempt(state, flags.attempt).attempt, worker)
+          or nil,
+      })
+    end
+    return
+  end
+  local screen <close> = screens.new(1)
+  local scope <close> = task.scope()
+  screen:expect(workers)
+  screen:start(scope)
+  local positions = {}
+  --- Shows what is there and was not shown; true when there was something.
+  local function show()
+    task.map(workers, function(worker)
+      local size = source.size(worker)
+      while positions[worker] < size do
+        local bytes = source.read(worker, positions[worker], math.min(PIECE, size - positions[worker]))
+        positions[worker] = positions[worker] + #bytes
+        if #workers == 1 then
+          screen:raw(bytes)
+        else
+          screen:feed(worker, bytes)
+        end
+        if bytes == "" then
+          break
+        end
+      end
+    end, 16)
+  end
+  for _, worker in ipairs(workers) do
+    positions[worker] = flags.tail and tail_offset(source, worker, flags.tail) or 0
+  end
+  repeat
+    local ended = not flags.follow or source.ended()
+    show()
+    if not ended then
+      task.sleep(source.look)
+    end
+  until ended
+  screen:close()
+  local now = runs.read(state.run)
+  if not is_job and not runs.runner(now) and runs.open_attempt(now) then
+    context.progress:say(
+      "Run %s has no runner: what its workers have written since is not here. ciranda attach %s brings it.",
+      state.run,
+      state.run
+    )
+  end
+end
+
+return M

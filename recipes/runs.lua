@@ -1,0 +1,95 @@
+--- runs: the runs that this machine knows, how each stands, and when its runner last breathed.
+local journals = require("ciranda.run.journal")
+local runs = require("ciranda.run.runs")
+local tables = require("ciranda.cli.table")
+
+local M = {
+  summary = "list the runs that this machine knows, and how each stands",
+  description = "STATE is running (a runner has it), detached (its command may go on on the workers, and no runner "
+    .. "watches: ciranda attach RUN), job (it runs by itself in the cloud), made (it only made something there), "
+    .. "ended, or unreadable. BREATHED is when its runner last gave a sign of life; one that lives does so every 20 s.",
+  flags = { { name = "RUN", positional = true, help = "Only this one, with everything known of it." } },
+}
+table.move(tables.flags, 1, #tables.flags, #M.flags + 1, M.flags)
+
+---@param seconds number
+---@return string
+local function age(seconds)
+  if seconds < 120 then
+    return ("%.0f s ago"):format(math.max(0, seconds))
+  elseif seconds < 2 * 3600 then
+    return ("%.0f min ago"):format(seconds / 60)
+  elseif seconds < 2 * 86400 then
+    return ("%.0f h ago"):format(seconds / 3600)
+  end
+  return ("%.0f d ago"):format(seconds / 86400)
+end
+
+---@param now number
+---@return ciranda.cli.Column[]
+local function columns(now)
+  return {
+    { "RUN", "name" },
+    { "RECIPE", "recipe" },
+    { "STATE", "state" },
+    { "WORKERS", "workers" },
+    { "ATTEMPTS", "attempts" },
+    {
+      "STATUS",
+      function(item)
+        return item.status and ("%d (%s)"):format(item.status, item.kind or "?") or item.kind
+      end,
+    },
+    {
+      "BEGAN",
+      function(item)
+        return item.began and os.date("%Y-%m-%d %H:%M:%S", math.floor(item.began))
+      end,
+    },
+    {
+      "BREATHED",
+      function(item)
+        return item.breathed and age(now - item.breathed)
+      end,
+    },
+  }
+end
+
+---@param context ciranda.cli.Context
+---@return integer? status
+function M.run(context)
+  local flags, now = context.flags, os.time()
+  tables.check_format(flags.format)
+  if flags.RUN then
+    runs.read(flags.RUN)
+    tables.print_one(runs.standing(flags.RUN, now), flags.format)
+    return
+  end
+  local items, unreadable = {}, 0
+  for _, name in ipairs(journals.list()) do
+    local item = runs.standing(name, now)
+    items[#items + 1] = item
+    if item.problem then
+      unreadable = unreadable + 1
+      context.progress:say("%s: %s", name, item.problem)
+    end
+  end
+  table.sort(items, function(a, b)
+    if (a.began or 0) ~= (b.began or 0) then
+      return (a.began or 0) < (b.began or 0)
+    end
+    return a.name < b.name
+  end)
+  if context.json then
+    for _, item in ipairs(items) do
+      context.progress:event({ event = "run", run = item })
+    end
+  elseif #items == 0 and not flags.format then
+    context.progress:say("There are no runs in %s", journals.directory())
+  else
+    tables.print(items, { columns = columns(now), filter = flags.filter, format = flags.format })
+  end
+  return unreadable > 0 and 1 or 0
+end
+
+return M

@@ -1,0 +1,149 @@
+--- stop: ends a run in order, wherever its runner is, or without one.
+local err = require("ciranda.io.error")
+local launch = require("ciranda.run.launch")
+local runs = require("ciranda.run.runs")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {
+  summary = "stop a run: TERM, time to save, KILL",
+  description = "A run with a runner on this machine is stopped by it, as its first Ctrl-C would: every worker gets "
+    .. "TERM and time to save. A run whose runner is gone is taken up and stopped in the same way, and its logs are "
+    .. "brought home. A run that has ended is left alone. Status 0 means that nothing of it runs any more.",
+  flags = {
+    { name = "RUN", positional = true, required = true, help = "Name of the run." },
+    {
+      name = "GRACE",
+      type = "duration",
+      help = "Of a run without a runner: time between TERM and KILL (what it was started with).",
+    },
+    {
+      name = "TAKE",
+      type = "boolean",
+      default = false,
+      help = "Stop the run although a runner on another machine never said goodbye.",
+    },
+  },
+}
+
+--- Seconds that a runner may take beyond the grace, and between two looks at its journal.
+local BEYOND, LOOK = 150, 0.2
+--- The grace of a run that does not say.
+local GRACE = 300
+
+--- Asks the runner on this machine to stop, and waits until it has left.
+local function stop_runner(context, state, runner)
+  local last = state.attempts[#state.attempts]
+  local deadline = (last and last.grace or GRACE) + BEYOND
+  context.progress:say("Run %s: asking its runner (process %d) to stop", state.run, runner.pid)
+  local ok, problem = uv.kill(runner.pid, "sigterm")
+  if not ok then
+    err.raise(err.wrap(problem, { op = "stop", target = "process " .. runner.pid }))
+  end
+  local left, why = pcall(task.timeout, deadline, function()
+    while runs.runner(runs.read(state.run)) do
+      task.sleep(LOOK)
+    end
+  end)
+  if not left then
+    if not err.is(why, "timeout") then
+      error(why, 0)
+    end
+    err.raise({
+      code = "deadline",
+      op = "stop",
+      target = state.run,
+      message = ("run %s: its runner (process %d) has not ended within %d s"):format(
+        state.run,
+        runner.pid,
+        deadline
+      ),
+    })
+  end
+  local now = runs.read(state.run)
+  if runs.open_attempt(now) then
+    return now -- it left the job alone: detached, or died of it
+  end
+  local standing = runs.standing(state.run)
+  context.progress:say(
+    "Run %s has ended: %s, exit status %s",
+    state.run,
+    standing.kind or "-",
+    standing.status or "-"
+  )
+end
+
+--- Takes the run up, and stops it as its own runner would.
+local function take_up(context, run)
+  local scope <close> = task.scope()
+  local handler
+  local stopping = scope:spawn(function()
+    -- Until the run is taken up the launch has no use for a signal.
+    while not (handler and handler("SIGTERM", 1)) do
+      task.sleep(0.02)
+    end
+  end)
+  local result = launch.attach({
+    run = run,
+    connect_options = {},
+    progress = context.progress,
+    json = true, -- the logs are brought home, and not shown
+    grace = context.flags.GRACE,
+    take = context.flags.TAKE,
+    on_interrupt = function(fn)
+      handler = fn
+      return context.on_interrupt(fn)
+    end,
+  })
+  stopping:cancel("it is over")
+  return result
+end
+
+---@param context ciranda.cli.Context
+---@return integer status
+function M.run(context)
+  local flags = context.flags
+  local state = runs.read(flags.RUN)
+  local runner, life = runs.runner(state)
+  if life == "unknown" and not flags.TAKE then
+    err.raise({
+      code = "busy",
+      op = "stop",
+      target = state.run,
+      message = (
+        "run %s is in the hands of process %d on %s; stop it there, or, if that machine is gone, add "
+        .. "--TAKE=true"
+      ):format(state.run, runner.pid, runner.host),
+    })
+  elseif life == "alive" then
+    state = stop_runner(context, state, runner)
+    if not state then
+      return 0
+    end
+  end
+  if not runs.open_attempt(state) then
+    local standing = runs.standing(state.run)
+    if standing.state == "job" then
+      err.raise({
+        code = "unsupported",
+        op = "stop",
+        target = state.run,
+        message = ("run %s is a job that runs by itself: ciranda qr delete %s ends it with its machines"):format(
+          state.run,
+          table.concat(standing.objects, " ")
+        ),
+      })
+    end
+    context.progress:say("Nothing of run %s is running", state.run)
+    return 0
+  end
+  local result = take_up(context, state.run)
+  if result.kind == "interrupted" or result.kind == "done" then
+    context.finish({ kind = "done", status = 0, message = ("Run %s is stopped"):format(state.run) })
+    return 0
+  end
+  context.finish(result)
+  return result.status
+end
+
+return M

@@ -1,0 +1,282 @@
+-- runs, logs and stop, on runs of real sshds, and on journals as other machines and crashes leave them.
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local journals = require("ciranda.run.journal")
+local support = dofile("tests/spec/recipes/support.lua")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local workers = support.ssh.is_root and 2 or 1
+
+describe("runs, logs and stop", function()
+  local place
+
+  setup(function()
+    place = support.place(workers, 1)
+  end)
+
+  teardown(function()
+    place:stop()
+    support.ssh.clean()
+  end)
+
+  local function recipe(name, ...)
+    return place:run(name, { ... }, { fleet = false })
+  end
+
+  --- What `runs RUN` says.
+  local function standing(run)
+    local result = recipe("runs", run)
+    assert.equal(0, result.code, result.err)
+    return json.decode(result.out)
+  end
+
+  --- Starts a run that goes on until it is told to stop.
+  local function start_endless(run)
+    local running = place:start("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      "--GRACE=20",
+      "--COMMAND=trap 'echo saving; exit 0' TERM; echo up; while :; do sleep 0.1; done",
+    })
+    for slice = 0, workers - 1 do
+      place:log_has(run, slice, 0, "up\n")
+    end
+    return running
+  end
+
+  --- A journal as somebody else would have written it.
+  local function write_journal(run, facts)
+    local directory = place.root .. "/state/ciranda/runs/" .. run
+    fs.mkdir_p(directory)
+    local lines = {}
+    for index, fact in ipairs(facts) do
+      lines[index] = type(fact) == "string" and fact or json.encode(fact) .. "\n"
+    end
+    fs.write(directory .. "/journal.jsonl", table.concat(lines))
+    return directory .. "/journal.jsonl"
+  end
+
+  it(
+    "shows the logs of a run that has ended: of the first worker as they are, of others with a prefix",
+    function()
+      local run = place:name("ended")
+      local result = place:run("multihost_runner", {
+        "--RUN_NAME=" .. run,
+        "--FAILURE_GRACE=1",
+        "--COMMAND=for i in $(seq 2000); do echo line $i; done; printf 'no end'; exit 3",
+      })
+      assert.equal(3, result.code, result.err)
+      local expected = {}
+      for line = 1, 2000 do
+        expected[line] = "line " .. line .. "\n"
+      end
+      local whole = table.concat(expected) .. "no end"
+      assert.equal(whole, recipe("logs", run).out)
+      assert.equal(whole, recipe("logs", run, "--follow").out)
+      assert.equal("line 1999\nline 2000\nno end", recipe("logs", run, "--tail=3").out)
+      assert.equal("", recipe("logs", run, "--tail=0").out)
+      assert.equal(whole, recipe("logs", run, "--tail=5000").out)
+      local set = workers == 2 and "slice[0-1]/worker0" or "slice0/worker0"
+      assert.equal(
+        workers == 2 and set .. ": line 2000\n" .. set .. ": no end\n" or "line 2000\nno end",
+        recipe("logs", run, "--tail=2", "--show=all").out
+      )
+      local state = standing(run)
+      assert.same({ "ended", 3, "user", workers, 1 }, {
+        state.state,
+        state.status,
+        state.kind,
+        state.workers,
+        state.attempts,
+      })
+      assert.equal(whole, recipe("logs", run, "--attempt=" .. state.attempt).out)
+      for want, arguments in pairs({
+        ["has no attempt 0009-x"] = { run, "--attempt=0009-x" },
+        ["names no worker"] = { run, "--show=slice7" },
+        ["there is no run nowhere"] = { "nowhere" },
+      }) do
+        local refused = recipe("logs", table.unpack(arguments))
+        assert.equal(1, refused.code)
+        assert.matches(want, refused.err, 1, true)
+      end
+      assert.equal(2, recipe("logs", run, "--tail=-1").code)
+    end
+  )
+
+  it("stops a run through its runner, which saves first", function()
+    local run = place:name("watched")
+    local running = start_endless(run)
+    local state = standing(run)
+    assert.equal("running", state.state)
+    assert.equal(running.program.pid, state.runner.pid)
+    assert.matches(run:gsub("%-", "%%-") .. " +multihost_runner +running ", recipe("runs").out)
+    local result = recipe("stop", run)
+    assert.equal(0, result.code, result.err)
+    assert.matches("has ended: interrupted, exit status 143", result.err, 1, true)
+    assert.equal(143, running.wait().code)
+    assert.equal("up\nsaving\n", recipe("logs", run).out)
+    local again = recipe("stop", run)
+    assert.equal(0, again.code)
+    assert.matches(("Nothing of run %s is running"):format(run), again.err, 1, true)
+  end)
+
+  it("stops a run whose runner was killed, and brings its logs home", function()
+    local run = place:name("orphan")
+    local running = start_endless(run)
+    uv.kill(running.program.pid, "sigkill")
+    running.wait()
+    assert.equal("detached", standing(run).state)
+    local partial = recipe("logs", run, "--follow") -- nobody brings more: it ends
+    assert.equal("up\n", partial.out)
+    assert.matches(("ciranda attach %s brings it"):format(run), partial.err, 1, true)
+    local result = recipe("stop", run)
+    assert.equal(0, result.code, result.err)
+    assert.matches(("Run %s is stopped"):format(run), result.err, 1, true)
+    for slice = 0, workers - 1 do
+      assert.equal(
+        "up\nsaving\n",
+        fs.read(("%s/tmp/%s/output_slice_%04d_worker_0000.txt"):format(place.root, run, slice))
+      )
+    end
+    local state = standing(run)
+    assert.same({ "ended", 143, "interrupted" }, { state.state, state.status, state.kind })
+  end)
+
+  it("follows a run to its end", function()
+    local run = place:name("followed")
+    local running = place:start("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      "--COMMAND=for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done",
+    })
+    place:log_has(run, 0, 0, "1\n")
+    local started = uv.hrtime()
+    -- The program of the run has the files of the place for its own output.
+    local result = require("ciranda.io.process").run({
+      os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable,
+      "logs",
+      run,
+      "--follow",
+      env = place:env(),
+      timeout = 30,
+    })
+    assert.equal("1\n2\n3\n4\n5\n6\n", result.stdout)
+    assert.is_true(uv.hrtime() - started > 3e8)
+    assert.equal(0, running.wait().code)
+  end)
+
+  it("shows when a runner last breathed, and takes one that is silent elsewhere for gone", function()
+    local us = 1700000000000000
+    local runner = {
+      fact = "runner",
+      us = us,
+      id = "x",
+      pid = 4711,
+      start_time = 1,
+      boot_id = "other",
+      host = "elsewhere.example",
+    }
+    local attempt =
+      { fact = "attempt", us = us, attempt = "0001-a", workers = json.array({}), command = "true" }
+    local path = write_journal("far", {
+      { fact = "run", us = us, run = "far", recipe = "multihost_runner" },
+      runner,
+      attempt,
+      { fact = "go", us = us, attempt = "0001-a" },
+    })
+    assert.equal("running", standing("far").state)
+    assert.matches("far +multihost_runner +running +0 +1 +%- +[%d-]+ [%d:]+ +%d s ago", recipe("runs").out)
+    local result = recipe("stop", "far")
+    assert.equal(1, result.code)
+    assert.matches("in the hands of process 4711 on elsewhere.example", result.err, 1, true)
+    local long_ago = os.time() - 3 * 3600
+    uv.fs_utime(path, long_ago, long_ago)
+    assert.equal("detached", standing("far").state)
+    assert.matches("far +multihost_runner +detached .* 3 h ago", recipe("runs").out)
+    fs.remove_tree(path:match("^(.*)/"))
+  end)
+
+  it("breathes while it holds a journal", function()
+    local before = uv.os_getenv("XDG_STATE_HOME")
+    uv.os_setenv("XDG_STATE_HOME", place.root .. "/state")
+    local breath = journals.BREATH
+    journals.BREATH = 0.05
+    local journal = journals.open("breathing")
+    local path = journals.path("breathing")
+    local ok, problem = pcall(function()
+      uv.fs_utime(path, 1000, 1000)
+      task.timeout(10, function()
+        while journals.breath("breathing") < 2000 do
+          task.sleep(0.02)
+        end
+      end)
+    end)
+    journal:close(0, "done")
+    uv.fs_utime(path, 1000, 1000)
+    task.sleep(0.2)
+    local after = journals.breath("breathing")
+    journals.BREATH = breath
+    if before then
+      uv.os_setenv("XDG_STATE_HOME", before)
+    else
+      uv.os_unsetenv("XDG_STATE_HOME")
+    end
+    assert.is_true(ok, tostring(problem))
+    assert.equal(1000, after)
+  end)
+
+  it("lists what it can when a journal is damaged, and says so", function()
+    local path = write_journal("broken", {
+      "this is no fact\n",
+      { fact = "run", us = 1, run = "broken", recipe = "qr" },
+      { fact = "run", us = 2, run = "broken", recipe = "qr" },
+    })
+    local result = recipe("runs")
+    assert.equal(1, result.code)
+    assert.matches("broken +%- +unreadable", result.out)
+    assert.matches("line 1 is no fact", result.err, 1, true)
+    fs.remove_tree(path:match("^(.*)/"))
+    result = recipe("runs", "--filter=state=ended", "--format=value(name,kind)")
+    assert.equal(0, result.code, result.err)
+    assert.matches("breathing\tdone\n", result.out, 1, true)
+    assert.equal(1, recipe("runs", "nowhere").code)
+    assert.equal(2, recipe("runs", "../x").code)
+  end)
+
+  it("leaves a job that runs by itself to the cloud", function()
+    write_journal("jobs-1", {
+      { fact = "run", us = 1, run = "jobs-1", recipe = "multihost_job" },
+      { fact = "object", us = 2, kind = "queued_resource", name = "jobs-1", phase = "created", keep = "job" },
+    })
+    assert.equal("job", standing("jobs-1").state)
+    local result = recipe("stop", "jobs-1")
+    assert.equal(1, result.code)
+    assert.matches("ciranda qr delete jobs-1 ends it", result.err, 1, true)
+  end)
+end)
+
+describe("logs of a job", function()
+  it("come from its bucket", function()
+    local cloud_support = dofile("tests/spec/recipes/cloud_support.lua")
+    local cloud = cloud_support.start({ buckets = { "bucket" } })
+    local ok, problem = pcall(function()
+      local result = cloud:run(
+        "multihost_job",
+        "--TPU_TYPE=v5litepod-4",
+        "--NUM_SLICES=2",
+        "--RUN_NAME=j1",
+        "--BUCKET_NAME=bucket",
+        "--BUCKET_DIR=logs",
+        "--COMMAND=echo from $SLICE_ID; exit 4",
+        "--follow=true"
+      )
+      assert.equal(4, result.code, result.err)
+      local shown = cloud:run("logs", "j1")
+      assert.equal(0, shown.code, shown.err)
+      assert.matches("\nfrom 0\n", shown.out, 1, true)
+      shown = cloud:run("logs", "j1", "--show=slice1", "--tail=2")
+      assert.matches("^from 1\n.* with exit status 4%.?\n$", shown.out)
+    end)
+    cloud:stop()
+    assert.is_true(ok, tostring(problem))
+  end)
+end)
