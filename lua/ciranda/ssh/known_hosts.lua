@@ -25,9 +25,18 @@ local MAX_FILE = 64 * 1024 * 1024
 ---@field blob string         the public key in bytes
 ---@field where string        "path:line"
 
+-- Lua patterns by shell pattern: every worker of a fleet is compared with the same few.
+local lua_patterns = {}
+
 --- The Lua pattern of a shell pattern with `*` and `?`.
 local function to_lua_pattern(glob)
-  return "^" .. glob:gsub("[%^%$%(%)%%%.%[%]%+%-]", "%%%0"):gsub("%*", ".*"):gsub("%?", ".") .. "$"
+  local pattern = lua_patterns[glob]
+  if not pattern then
+    pattern = glob:gsub("[%^%$%(%)%%%.%[%]%+%-]", "%%%0"):gsub("%*", ".*"):gsub("%?", ".")
+    pattern = "^" .. pattern .. "$"
+    lua_patterns[glob] = pattern
+  end
+  return pattern
 end
 
 --- Whether a name matches a comma-separated list of shell patterns, of which one with "!" forbids it.
