@@ -117,6 +117,17 @@ local function quote(directory)
   return '"' .. text:gsub("%z", "") .. '"'
 end
 
+--- A directory as COMMAND has it, as a command in the login directory has to call it.
+---@param directory string
+---@param options { base: string? }?
+---@return string
+local function path_of(directory, options)
+  if not directory:match("^[/~$]") and options and options.base then
+    return options.base .. "/" .. directory
+  end
+  return (directory:gsub("^~/", ""))
+end
+
 ---@param directory string
 ---@return string
 local function listing_command(directory)
@@ -170,11 +181,7 @@ function M.look(fleet, directory, options)
       ),
     })
   end
-  local path = directory
-  if not path:match("^[/~$]") and options.base then
-    path = options.base .. "/" .. path
-  end
-  path = path:gsub("^~/", "")
+  local path = path_of(directory, options)
   local listing = { directory = directory, steps = {}, problems = {}, answered = 0 }
   local results = fleet:run(listing_command(path), { timeout = options.timeout or LOOK })
   for _, result in ipairs(results) do
@@ -206,6 +213,26 @@ function M.newest(listing)
     end
   end
   return newest
+end
+
+--- How many bytes of a checkpoint each host has, on the whole: the size of one directory that all write to, shared out.
+---@param fleet ciranda.Fleet
+---@param directory string
+---@param step integer? as `newest` has it
+---@param options { base: string?, timeout: number? }? as for `look`
+---@return integer? bytes nil when there is no such step or it cannot be measured
+function M.size(fleet, directory, step, options)
+  if not step then
+    return nil
+  end
+  local path = path_of(directory, options)
+  local command = (
+    "sh -c 'cd %s && for each in *; do case $each in *[!0-9]%d|%d) " .. 'du -sk -- "$each";; esac; done\''
+  ):format(quote(path):gsub("'", "'\\''"), step, step)
+  local one = fleet:select(nodeset.fold({ fleet:workers()[1] }))
+  local result = one:run(command, { timeout = options and options.timeout or LOOK })[1]
+  local kilobytes = not result.err and result.code == 0 and tonumber(result.stdout:match("^(%d+)"))
+  return kilobytes and math.ceil(kilobytes * 1024 / #fleet) or nil
 end
 
 ---@class ciranda.checkpoint.Watch

@@ -1,0 +1,243 @@
+local drill = require("ciranda.run.drill")
+local fleets = require("ciranda.fleet")
+local journal = require("ciranda.run.journal")
+local launch = require("ciranda.run.launch")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
+
+describe("run.drill", function()
+  local root, machines, workers, connect, said, saved, number
+
+  local progress = {
+    say = function(_, format, ...)
+      said[#said + 1] = format:format(...)
+    end,
+    status = function(_, text)
+      said[#said + 1] = text
+    end,
+  }
+
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/drill-XXXXXX")
+    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
+    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
+    uv.os_setenv("TMPDIR", root)
+    said, number, machines = {}, 0, {}
+  end)
+
+  local function end_machines()
+    for _, machine in pairs(machines) do
+      machine:kill_all()
+    end
+    if workers then
+      workers:close()
+    end
+    local deadline = uv.hrtime() + 5e9
+    for _, machine in pairs(machines) do
+      while next(machine:processes()) and uv.hrtime() < deadline do
+        task.sleep(0.02)
+      end
+    end
+  end
+
+  after_each(function()
+    end_machines()
+    for name, value in pairs(saved) do
+      if value then
+        uv.os_setenv(name, value)
+      else
+        uv.os_unsetenv(name)
+      end
+    end
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  --- Steps that a worker has done, as its own machine has them.
+  local function steps_done(run, address)
+    local last = journal.read(run)
+    last = last and last.attempts[#last.attempts]
+    local path = last and ("%s/.ciranda/%s/%s/log"):format(machines[address].home, run, last.attempt)
+    local file = path and io.open(path)
+    local text = file and file:read("a") or ""
+    if file then
+      file:close()
+    end
+    return select(2, text:gsub("completed step", ""))
+  end
+
+  --- A job on new machines; `act(run)` when worker 0 has done `steps` steps. Its runner leaves first unless it stays.
+  local function with_job(options, act)
+    number = number + 1
+    local run, base = "r" .. number, ("%s/%d"):format(root, number)
+    uv.fs_mkdir(base, 448)
+    local slices
+    slices, connect, machines = machines_of.make(options.slices or 2, options.workers or 1, { root = base })
+    workers = fleets.new(slices, { connect = connect, retry_for = 2 })
+    local directory = base .. "/shared"
+    local handler, verdict
+    task.all({
+      function()
+        launch.run({
+          fleet = workers,
+          run = run,
+          recipe = "multihost_runner",
+          command = ("python3 %s --checkpoint_dir %s --steps 100000 --step-time 0.03 --peer-timeout 5 %s"):format(
+            TRAINER,
+            directory,
+            options.trainer or ""
+          ),
+          json = true,
+          progress = progress,
+          failure_grace = 1,
+          checkpoint_directory = directory,
+          on_interrupt = function(given)
+            handler = given
+            return function() end
+          end,
+        })
+      end,
+      function()
+        task.timeout(30, function()
+          while steps_done(run, "0.0") < (options.steps or 4) do
+            task.sleep(0.02)
+          end
+        end)
+        if options.runner_leaves then
+          handler("SIGHUP", 1)
+          task.sleep(0.2)
+        end
+        verdict = act(run)
+      end,
+    })
+    return verdict, run
+  end
+
+  local function open(run, more)
+    local options = { run = run, progress = progress, connect_options = { connect = connect, retry_for = 2 } }
+    for name, value in pairs(more or {}) do
+      options[name] = value
+    end
+    return drill.open(options)
+  end
+
+  --- Saves, starts again, judges; the job that runs then is ended with its machines.
+  local function rehearse(grace)
+    return function(run)
+      local session <close> = open(run)
+      local result = session:save(grace, "drill")
+      local resumed = session:resume(20)
+      return drill.judge(result, resumed)
+    end
+  end
+
+  local function problems(verdict)
+    return table.concat(verdict.problems, "; ")
+  end
+
+  for seed = 1, 10 do
+    it("saves at one step and resumes after it, whoever has the run, seed " .. seed, function()
+      math.randomseed(seed)
+      local options = {
+        slices = math.random(1, 2),
+        workers = math.random(1, 2),
+        steps = math.random(1, 25),
+        runner_leaves = math.random(2) == 1,
+        trainer = math.random(3) == 1 and "--variant exits-1-after-save" or "",
+      }
+      local verdict, run = with_job(options, rehearse(20))
+      assert.same({}, verdict.problems, table.concat(said, "\n"))
+      assert.is_true(verdict.saved.saved)
+      assert.is_true(verdict.saved.step >= options.steps - 1)
+      assert.equal(verdict.saved.step + 1, verdict.resumed.first)
+      -- The second attempt is running and nobody has it: it can be taken up.
+      local state = journal.read(run)
+      assert.equal(2, #state.attempts)
+      assert.is_nil(state.attempts[2].ended)
+      assert.equal(0, #state.runners)
+      end_machines()
+    end)
+  end
+
+  it("fails of a trainer that ignores TERM", function()
+    local verdict = with_job({ trainer = "--variant ignores-term" }, function(run)
+      local session <close> = open(run)
+      return drill.judge(session:save(1, "drill"))
+    end)
+    assert.is_false(verdict.ok)
+    assert.matches("nothing was saved", problems(verdict), 1, true)
+    assert.matches("slice[0-1]/worker0 did not end within the grace of 1 s", problems(verdict), 1, true)
+  end)
+
+  it("fails of a saver slower than the grace", function()
+    local verdict = with_job({ trainer = "--variant slow-saver --save-seconds 20" }, function(run)
+      local session <close> = open(run)
+      return drill.judge(session:save(1.5, "drill"))
+    end)
+    assert.matches("nothing was saved", problems(verdict), 1, true)
+    assert.matches("did not end within the grace", problems(verdict), 1, true)
+  end)
+
+  it("fails of one that leaves with 0 and saves nothing, and of its resuming elsewhere", function()
+    local verdict = with_job(
+      { trainer = "--variant exits-0-without-save --save-every 5", steps = 8, runner_leaves = true },
+      rehearse(20)
+    )
+    assert.is_false(verdict.ok)
+    assert.matches("nothing was saved", problems(verdict), 1, true)
+    assert.matches("not saved: the last step on disk", verdict.saved.text, 1, true)
+  end)
+
+  it("judges: resumed elsewhere, workers that disagree, no step at all", function()
+    local good = { saved = true, step = 9, took = 1, grace = 30, killed = {}, lost = {} }
+    assert.is_true(drill.judge(good, { first = 10, disagree = false }).ok)
+    assert.matches(
+      "resumed at step 0, not at 10",
+      problems(drill.judge(good, { first = 0, disagree = false })),
+      1,
+      true
+    )
+    assert.matches("different steps", problems(drill.judge(good, { first = 10, disagree = true })), 1, true)
+    assert.matches("did no step in time", problems(drill.judge(good, { disagree = false })), 1, true)
+    assert.matches(
+      "did no step: it ended with status 1",
+      problems(drill.judge(good, { disagree = false, ended = { status = 1 } })),
+      1,
+      true
+    )
+    good.took = 31
+    assert.matches("longer than the grace of 30 s", problems(drill.judge(good)), 1, true)
+  end)
+
+  it("does the arithmetic beforehand, from the log and from what is on disk", function()
+    local estimate = with_job({ trainer = "--save-every 2", steps = 6, runner_leaves = true }, function(run)
+      local session <close> = open(run)
+      return session:estimate({ bandwidth = 1e6, commit = 2 })
+    end)
+    assert.is_true(estimate.step >= 0.03 and estimate.step < 5)
+    assert.is_true(estimate.bytes > 0)
+    assert.near(estimate.step * 2 + 1 + estimate.bytes / 1e6 + 2, estimate.total, 1e-9)
+    assert.matches("= %d+%.%d s; the grace is 30 s$", drill.arithmetic(estimate, 1e6, 30))
+    assert.matches("? s (no step time in the logs", drill.arithmetic({ commit = 2 }, 1e6, 30), 1, true)
+  end)
+
+  it("decides by a pattern of its own", function()
+    local saved_state = with_job({ runner_leaves = true }, function(run)
+      local session <close> = open(run, {
+        step_of = function()
+          return nil
+        end,
+      })
+      return session:save(20, "save")
+    end)
+    assert.is_false(saved_state.saved)
+  end)
+
+  it("says what it cannot find", function()
+    local ok, problem = pcall(drill.open, { run = "nobody", progress = progress })
+    assert.is_false(ok)
+    assert.equal("not_found", problem.code)
+  end)
+end)
