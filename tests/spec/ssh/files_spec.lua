@@ -126,8 +126,9 @@ describe("files over SFTP", function()
         end,
       })
     end)
-    task.sleep(0.3)
-    assert.are_not.same({}, leftovers())
+    assert.is_true(support.wait_for(function()
+      return #leftovers() > 0
+    end))
     going:cancel("enough")
     pcall(going.wait, going)
     assert.is_nil(fs.exists(there("never")))
