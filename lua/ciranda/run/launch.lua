@@ -349,9 +349,9 @@ function Launch:conclude(verdict, before)
     self:say("Main command finished with errors, check the logs located in: %s/", directory)
     return {
       status = verdict.status,
-      kind = preempted and verdict.kind == "user" and "preempted" or verdict.kind,
+      kind = preempted and "preempted" or verdict.kind,
       message = ("%s: exit status %s, from slice %d worker %d"):format(
-        verdict.kind,
+        preempted and "preempted" or verdict.kind,
         cause.describe_status(failed),
         failed.worker.slice,
         failed.worker.index

@@ -253,6 +253,21 @@ describe("run.launch", function()
     end
   )
 
+  it("says preempted when the machine went away after the sync point, before its status was known", function()
+    local command =
+      "echo 'completed step: 3, seconds: 1'; echo Reached preemption sync point, step=3; sleep 60"
+    local result = run_with(settings(command, { checkpoint_directory = root .. "/shared" }), {
+      {
+        when = log_has(1, 0, "sync point"),
+        act = function()
+          machines["1.0"]:reboot()
+        end,
+      },
+    })
+    assert.same({ 1, "preempted" }, { result.status, result.kind })
+    assert.matches("^preempted: exit status 1 %(no exit record", result.message)
+  end)
+
   it("is done when a job that was told to stop trained on to its end", function()
     local result =
       launch.run(settings("echo Reached preemption sync point, step=3; echo 'completed step: 4, seconds: 1'"))
