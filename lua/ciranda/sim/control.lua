@@ -124,7 +124,8 @@ end
 
 local node_actions = {}
 
---- A spot slice is taken away with its notice: the guest sees it for `world.grace.notice` seconds, then it is gone.
+--- A spot slice is taken away with its notice: the guest sees it for `world.grace.notice` seconds, then it is gone. The
+--- notice is an ACPI soft-off, upon which the guest's own shutdown sends SIGTERM to what runs on it.
 function node_actions.preempt(self, node, body)
   local world = self.world
   if not node.queued_resource and not node.preemptible then
@@ -139,6 +140,7 @@ function node_actions.preempt(self, node, body)
     end
   end
   world.events:add("node", node.name, "preemption notice")
+  world.machines:quiesce(node, notice, function() end)
   world.clock:after(notice, function()
     if node.epoch ~= epoch then
       return

@@ -103,8 +103,23 @@ END
       local preempted =
         "curl -sS -H 'Metadata-Flavor: Google' http://$GCE_METADATA_HOST/computeMetadata/v1/instance/preempted"
       assert.are.equal("FALSE", ssh.run(0, preempted).stdout)
+      local holder = [[
+        cat > holder.sh <<'END'
+          exec 9<"${CIRANDA_SIM_DEVICES:-/dev/vfio/}0"
+          trap 'echo saved > "$CIRANDA_SIM_SHARED/saved-by-spot"; exit 0' TERM
+          echo up > up
+          while :; do sleep 0.05; done
+END
+        setsid -f bash holder.sh </dev/null >/dev/null 2>&1
+        until [ -e up ]; do sleep 0.05; done
+        echo "$CIRANDA_SIM_SHARED"]]
+      local shared = ssh.run(0, holder).stdout:match("%S+")
+      fs.remove_tree(shared .. "/saved-by-spot")
       assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/spot:preempt", "{}")))
       assert.are.equal("TRUE", ssh.run(0, preempted).stdout)
+      eventually("the save upon the notice", function()
+        return fs.exists(shared .. "/saved-by-spot")
+      end)
       support.wait_for(simulator, "spot", "SUSPENDED")
       local _, answer = curl(simulator, "GET", "/v2/" .. PARENT .. "/queuedResources/spot")
       assert.are.equal("SERVICE", answer.state.stateInitiator)
