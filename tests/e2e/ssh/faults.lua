@@ -166,7 +166,7 @@ case("a silent server is lost when it is asked", function()
 end)
 
 case("control: a server that answers is not lost", function()
-  local connection <close> = ssh.connect(options("plain", { keepalive = { interval = 0.2, count = 2 } }))
+  local connection <close> = ssh.connect(options("plain", { keepalive = { interval = 0.2, count = 4 } }))
   local _ <close> = connection:start("hold")
   task.sleep(1.5)
   assert(connection:is_open())
