@@ -56,12 +56,14 @@ end
 ---@field work fun(part: ciranda.Fleet, on_result: fun(result: ciranda.fleet.Result)): ciranda.fleet.Results
 ---@field batch_size integer?
 ---@field mark string? what the commands are marked with: a stop ends them on the workers
+---@field company number? seconds that the others get once one has failed: for workers that wait for each other
 ---@field on_result fun(result: ciranda.fleet.Result)?
 
 ---@class ciranda.run.Fan
 ---@field results ciranda.fleet.Results of those that have ended, in the fleet's order
 ---@field never ciranda.Worker[] those whose batch never came
----@field running ciranda.Worker[] those that were running when it was stopped
+---@field running ciranda.Worker[] those that were running when it was stopped, and whose end never came
+---@field vain ciranda.Worker[] those that were ended since others had failed
 ---@field stopped string? the signal that stopped it
 
 --- A new mark, for `env` of a command.
@@ -105,6 +107,7 @@ function M.run(options)
   local workers = fleet:workers()
   local ended, running = {}, {}
   local stop, stopped, listed = task.event(), nil, false
+  local failed, vain = task.event(), {}
 
   local function still_running()
     local list = {}
@@ -144,6 +147,9 @@ function M.run(options)
       result.err = nameless(result.err)
     end
     ended[result.worker] = result
+    if result.err or result.code ~= 0 then
+      failed:set()
+    end
     if options.on_result then
       options.on_result(result)
     end
@@ -183,14 +189,27 @@ function M.run(options)
     end_on(list)
     task.sleep(LAST_WORDS) -- their ends are on the way; when all have come nobody waits
   end
+  local function until_vain()
+    failed:wait()
+    task.sleep(options.company)
+    vain = still_running()
+    end_on(vain)
+    task.sleep(LAST_WORDS)
+  end
   -- What was running when the stop came was stopped, also when it has ended of it meanwhile.
-  task.race({ all_batches, until_stopped })
+  task.race({ all_batches, until_stopped, options.company and until_vain or nil })
   end_on(late)
   local list = {}
   for _, worker in ipairs(workers) do
     list[#list + 1] = ended[worker]
   end
-  return { results = results_of.new(list), never = never, running = still_running(), stopped = stopped }
+  return {
+    results = results_of.new(list),
+    never = never,
+    vain = vain,
+    running = still_running(),
+    stopped = stopped,
+  }
 end
 
 --- Says what went wrong, and what the recipe ends with.
