@@ -86,6 +86,16 @@ local function process_of(thread)
   return math.tointeger(tonumber(contents(("/proc/%d/status"):format(thread)):match("\nTgid:%s*(%d+)")))
 end
 
+--- The thread that strace says it holds.
+local function held_thread(text)
+  for line in text:gmatch("[^\n]+") do
+    if line:find("(DELAYED)", 1, true) then
+      return line:match("^%d+")
+    end
+  end
+  return nil
+end
+
 --- Runs a program and kills it at a place; returns whether it came there.
 ---@param argv string[]
 ---@param environment table<string, string>
@@ -113,7 +123,7 @@ function M.kill_at(argv, environment, place, scratch)
   if place.side == "after" then
     task.timeout(LIMIT, function()
       while waiting:status() ~= "done" and not held do
-        held = contents(log):match("(%d+)[^\n]*%(DELAYED%)")
+        held = held_thread(contents(log))
         task.sleep(held and 0 or LOOK)
       end
     end)
