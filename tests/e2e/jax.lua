@@ -294,8 +294,8 @@ local number = 0
 
 --- Starts the job, checks that it resumes from what is on disk, stops it with `act`, looks again.
 ---@param name string
----@param act fun(running: e2e.Running)
----@param expected { status: integer[]?, saved: boolean?, trainer: string?, says: string[]? }
+---@param act fun(running: e2e.Running): integer? the step that the last attempt resumed from, where there were two
+---@param expected { status: integer[], saved: boolean?, trainer: string?, flags: string[]?, says: string[]? }
 local function case(name, act, expected)
   number = number + 1
   say("\n== %s", name)
@@ -306,7 +306,7 @@ local function case(name, act, expected)
     flags = expected.flags,
   })
   running:train(STEPS)
-  act(running)
+  newest = act(running) or newest
   local status = running:finish()
   local said = running:said()
   local after = steps_on_disk(checkpoints)
@@ -470,10 +470,12 @@ local function main()
 
   case("SIGTERM to the runner", to_runner, { status = { 143 }, says = { "saved: step STEP is on disk" } })
   if not SHORT then
-    case("SIGTERM to one process", to_one_process("sigterm"), { status = { 143 } })
+    local preempted =
+      { status = { 143 }, says = { "Checkpoint: saved: step STEP is on disk", "preempted: " } }
+    case("SIGTERM to one process", to_one_process("sigterm"), preempted)
     case("a maintenance event", function()
       ask("POST", node_path("v2alpha1", 0) .. ":simulateMaintenanceEvent", { workerIds = { "0" } })
-    end, { status = { 143 } })
+    end, preempted)
     wait_until_ready()
     case("SIGKILL of a worker's process", function(running)
       running:train(15)
@@ -493,9 +495,31 @@ local function main()
       running:train(reached + STEPS)
       running.program:signal("SIGTERM")
     end, { status = { 143 }, says = { "saved: step STEP is on disk" } })
+    case("a drill", function(running)
+      local program, output = start_program(running.run .. "-drill", {
+        "autocheckpoint",
+        "drill",
+        running.run,
+        "--RESUME_TIMEOUT=" .. START,
+      })
+      local status = task.timeout(STOP + START, program.wait, program).code
+      local said = fs.read(output)
+      say("%s", said)
+      expect(status == 0, "the drill ended with %s", tostring(status))
+      expect(said:find("A save should take: 2 steps of", 1, true), "the drill did not do its arithmetic")
+      local drilled = said:match("drill: step (%d+) was saved in [%d.]+ s and training resumed from it")
+      local steps = steps_on_disk(checkpoints)
+      expect(drilled and tonumber(drilled) == steps[#steps], "the drill saved %s", tostring(drilled))
+      running.program:wait()
+      running.program, running.output = start_program(running.run, { "attach", running.run })
+      running:train(STEPS)
+      task.sleep(2) -- until the runner has the signal's handler
+      running.program:signal("SIGTERM")
+      return math.tointeger(tonumber(drilled))
+    end, { status = { 143 }, says = { "saved: step STEP is on disk" } })
     case("preemption of a spot slice", function()
       ask("POST", ("/sim/v1/nodes/%s-1:preempt"):format(NAME), { notice = 30 })
-    end, { status = { 143 } })
+    end, preempted)
     assert(ciranda("qr", "delete", NAME, "--force").code == 0)
     create_slices()
   end

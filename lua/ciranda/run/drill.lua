@@ -298,17 +298,18 @@ Session.__close = Session.close
 ---@field total number? nil when the step time is not known
 ---@field bytes integer? a host's part of the newest checkpoint, if all hosts write to one directory
 
---- The time of a step as a log has it: `completed step: 12, seconds: 0.5, ...`.
+--- The time of a step as a log has it: `completed step: 12, seconds: 0.5, ...`. The median, since one of them may have
+--- been compiled.
 ---@param text string
----@return number? seconds of the slowest of the last steps
-local function step_time(text)
-  local slowest
+---@return number? seconds
+function M.step_time(text)
+  local times = {}
   for seconds in text:gmatch("completed step: %d+, seconds: ([%d.]+)") do
-    slowest = math.max(slowest or 0, tonumber(seconds) or 0)
+    times[#times + 1] = tonumber(seconds)
   end
-  return slowest
+  table.sort(times)
+  return times[(#times + 1) // 2]
 end
-
 --- How long a save should take, from what can be seen of the run now.
 ---@async
 ---@param options { bandwidth: number, commit: number, step_time: number? } bytes a second and host; seconds
@@ -318,7 +319,7 @@ function Session:estimate(options)
   if not estimate.step then
     local path = (".ciranda/%s/%s/log"):format(self.options.run, self.last.attempt)
     for _, result in ipairs(self.fleet:run("tail -c 4096 " .. path, { timeout = 30 })) do
-      local seconds = not result.err and step_time(result.stdout or "")
+      local seconds = not result.err and M.step_time(result.stdout or "")
       if seconds then
         estimate.step = math.max(estimate.step or 0, seconds)
       end

@@ -223,6 +223,13 @@ describe("run.drill", function()
     assert.matches("? s (no step time in the logs", drill.arithmetic({ commit = 2 }, 1e6, 30), 1, true)
   end)
 
+  it("takes the median of the steps, since the first is compiled", function()
+    local log =
+      "completed step: 0, seconds: 9.5, loss: 1\ncompleted step: 1, seconds: 0.2\ncompleted step: 2, seconds: 0.3\n"
+    assert.equal(0.3, drill.step_time(log))
+    assert.is_nil(drill.step_time("step 3"))
+  end)
+
   it("decides by a pattern of its own", function()
     local saved_state = with_job({ runner_leaves = true }, function(run)
       local session <close> = open(run, {
