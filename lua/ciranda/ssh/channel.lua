@@ -45,12 +45,15 @@ function M.new(raw, target, what, on_close)
     size = 0,
     reading = false,
   }, Channel)
-  raw:on_close(function(err)
+  local function closed(err)
     self.closed = true
     self.err = self.err or err
     self:_wake()
     on_close(err)
-  end)
+  end
+  if not raw:on_close(closed) then
+    closed({ code = "closed", message = "the channel has been closed" })
+  end
   return self
 end
 

@@ -97,6 +97,7 @@ local REMEDIES = {
   ["connect refused"] = "Nothing listens there: is sshd running, and is this its port?",
   ["connect timeout"] = "A firewall, a machine that is down, or an address that cannot be reached from here?",
   ["connect unreachable"] = "There is no way to this address from here.",
+  ["connect io"] = "If files are too many: raise their limit (ulimit -n).",
   ["banner timeout"] = "It accepted the connection and has not said who it is: it is overloaded, or no SSH server.",
   ["banner closed"] = "Too many connections at once (MaxStartups), or this address is not let in.",
   ["banner reset"] = "Too many connections at once (MaxStartups), or this address is not let in.",

@@ -347,10 +347,13 @@ function Connection:_exec_at_once(command, options)
         return done(nil, err, err.reason == "channel_refused")
       end
       channel = raw
-      raw:on_close(function(close_err)
+      local function on_close(close_err)
         slots:release()
         done(nil, close_err)
-      end)
+      end
+      if not raw:on_close(on_close) then
+        return on_close({ code = "closed", message = "the channel has been closed" })
+      end
       raw:shutdown()
       raw:read_start(on_data)
     end)

@@ -243,6 +243,42 @@ case("an end in the middle of the key exchange", function()
   fails({ "closed", "reset", "protocol" }, "kex", 2, ssh.connect, options("plain", { port = port + 3 }))
 end)
 
+case("descriptors that run out", function()
+  local script = scratch .. "/many.lua"
+  fs.write(
+    script,
+    ([[
+    local ssh = require("ciranda.ssh")
+    local connections = {}
+    for index = 1, 100 do
+      local ok, err = pcall(ssh.connect, { host = %q, port = %d, user = "plain", keys = { %q }, agent = false,
+        config = false, known_hosts = false, pins = { %q } })
+      if not ok then
+        print(index, err.code, err.phase, tostring(err))
+        break
+      end
+      connections[index] = ok and err
+    end
+    for _, connection in ipairs(connections) do
+      assert(connection:exec("echo still").stdout == "still\n")
+      connection:close()
+    end
+  ]]):format(address, port, user_key, pin:match("%S+ %S+"))
+  )
+  local result = process.run({
+    "sh",
+    "-c",
+    'ulimit -n 48; exec "$@"',
+    "sh",
+    require("ciranda.core.engine").executable,
+    script,
+    timeout = 25,
+  })
+  assert(result.code == 0, result.stderr)
+  assert(result.stdout:find("too many open files", 1, true), result.stdout)
+  assert(result.stdout:find("ulimit -n", 1, true), result.stdout)
+end)
+
 case("nothing is left open after all that", function()
   collectgarbage()
   task.sleep(0.2)
