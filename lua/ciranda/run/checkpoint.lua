@@ -9,6 +9,7 @@
 --     local report = watch:after(verdict)                      -- what is there now that was not
 local err = require("ciranda.io.error")
 local nodeset = require("ciranda.fleet.nodeset")
+local task = require("ciranda.task")
 
 local M = {}
 
@@ -101,7 +102,7 @@ end
 
 ---@class ciranda.checkpoint.Listing
 ---@field directory string
----@field steps table<ciranda.Worker, table<integer, integer>> of those that answered
+---@field steps table<ciranda.Worker|string, table<integer, integer>> of those that answered; a bucket stands for all
 ---@field problems table<ciranda.Worker, string> of those that did not
 ---@field answered integer
 
@@ -162,21 +163,71 @@ function M.parse_listing(text)
   return entries
 end
 
+--- Newest steps of a bucket whose commit file is looked at; older ones cannot be the newest finished one for long.
+local CANDIDATES = 5
+
+--- Looks at a directory in a bucket: one listing, which stands for what all workers see.
+--
+-- A rename is no single act there, so Orbax writes in place and adds `commit_success.txt` at the end: without it a step
+-- is not finished. Who names other steps (`step_of`) says what is finished by the name.
+---@async
+---@param directory string gs://BUCKET/PATH
+---@param options { step_of: (fun(name: string): integer?)?, storage: ciranda.gcp.Storage?, timeout: number? }
+---@return ciranda.checkpoint.Listing
+-- Raises what Cloud Storage's calls raise; "timeout".
+function M.look_in_bucket(directory, options)
+  local storages = require("ciranda.gcp.storage")
+  return task.timeout(options.timeout or LOOK, function()
+    local storage = options.storage or storages.connect()
+    local bucket, prefix = storages.parse(directory)
+    prefix = prefix:gsub("/*$", "")
+    prefix = prefix ~= "" and prefix .. "/" or ""
+    local _, directories = storage:list(bucket, { prefix = prefix, delimiter = "/" })
+    local candidates = {}
+    for _, path in ipairs(directories) do
+      local step = (options.step_of or M.step_of)(path:sub(#prefix + 1):gsub("/$", ""))
+      if step then
+        candidates[#candidates + 1] = { step = step, path = path }
+      end
+    end
+    table.sort(candidates, function(a, b)
+      return a.step > b.step
+    end)
+    local steps = {}
+    for place = 1, math.min(#candidates, CANDIDATES) do
+      local candidate = candidates[place]
+      local objects = storage:list(bucket, { prefix = candidate.path, delimiter = "/" })
+      local newest, committed = 0, options.step_of ~= nil
+      for _, object in ipairs(objects) do
+        newest = math.max(newest, tonumber((object.generation or "0")) or 0)
+        committed = committed or object.name:sub(#candidate.path + 1):find("^commit_success") ~= nil
+      end
+      if committed then
+        -- A generation grows with every write, as a time does: it is compared, never shown.
+        steps[candidate.step] = newest
+      end
+    end
+    return { directory = directory, steps = { [directory] = steps }, problems = {}, answered = 1 }
+  end)
+end
+
 --- Looks at a directory on every worker.
 ---@param fleet ciranda.Fleet
 ---@param directory string as COMMAND has it: relative to `base` unless absolute; `$NAME` is the worker's
----@param options { base: string?, step_of: fun(name: string): integer?, timeout: number? }? base: the directory
----  COMMAND runs in, below the login directory
+---@param options { base: string?, step_of: (fun(name: string): integer?)?, timeout: number?,
+---  storage: ciranda.gcp.Storage? }? base: the directory COMMAND runs in, below the login directory
 ---@return ciranda.checkpoint.Listing
--- Raises "unsupported" for a bucket (gs://...): give the path at which it is mounted.
+-- Raises "unsupported" for another URL than gs://, and for that what Cloud Storage's calls raise.
 function M.look(fleet, directory, options)
   options = options or {}
-  if directory:match("^%a+://") then
+  if directory:match("^gs://") then
+    return M.look_in_bucket(directory, options)
+  elseif directory:match("^%a+://") then
     err.raise({
       code = "unsupported",
       op = "checkpoint",
       target = directory,
-      message = ("%s is not a directory on the workers; give the path at which the bucket is mounted"):format(
+      message = ("%s is neither a directory on the workers nor a bucket of Cloud Storage (gs://...)"):format(
         directory
       ),
     })
@@ -222,7 +273,7 @@ end
 ---@param options { base: string?, timeout: number? }? as for `look`
 ---@return integer? bytes nil when there is no such step or it cannot be measured
 function M.size(fleet, directory, step, options)
-  if not step then
+  if not step or directory:match("^%a+://") then
     return nil
   end
   local path = path_of(directory, options)

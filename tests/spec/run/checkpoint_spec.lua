@@ -50,6 +50,74 @@ describe("run.checkpoint", function()
     assert.is_nil(found("true"))
   end)
 
+  it("reads what a log says of a stop", function()
+    assert.equal(
+      9,
+      checkpoint.sync_point("WARNING:absl:[process=0] Reached preemption sync point, step=9\nx")
+    )
+    assert.is_nil(checkpoint.sync_point("completed step: 9"))
+    assert.is_true(
+      checkpoint.stopped_by_signal("Training stopped: Job received termination signal (SIGTERM).")
+    )
+    assert.is_false(checkpoint.stopped_by_signal("Training stopped: out of data"))
+  end)
+
+  --- A bucket that has these objects.
+  local function bucket_of(objects)
+    return {
+      list = function(_, bucket, options)
+        assert.same({ "bucket", "/" }, { bucket, options.delimiter })
+        local found, prefixes, seen = {}, {}, {}
+        for name, generation in pairs(objects) do
+          if name:sub(1, #options.prefix) == options.prefix then
+            local deeper = name:sub(#options.prefix + 1):match("^[^/]*/")
+            if not deeper then
+              found[#found + 1] = { name = name, generation = tostring(generation) }
+            elseif not seen[deeper] then
+              seen[deeper] = true
+              prefixes[#prefixes + 1] = options.prefix .. deeper
+            end
+          end
+        end
+        return found, prefixes
+      end,
+    }
+  end
+
+  it("looks into a bucket: finished is what has its commit file", function()
+    local objects = {
+      ["run/ck/9/commit_success.txt"] = 5,
+      ["run/ck/9/state/0"] = 4,
+      ["run/ck/12/state/0"] = 7,
+      ["run/ck/7.orbax-checkpoint-tmp-1/x"] = 3,
+      ["run/other/99/commit_success.txt"] = 1,
+    }
+    local options = { storage = bucket_of(objects) }
+    local watch = checkpoint.before({}, "gs://bucket/run/ck/", options)
+    local report = watch:after()
+    assert.is_false(report.saved)
+    assert.equal(9, report.step)
+    objects["run/ck/12/commit_success.txt"] = 8
+    report = watch:after()
+    assert.is_true(report.saved)
+    assert.same({ 12, 9 }, { report.step, report.before })
+    -- The same step written anew counts; the same one untouched does not.
+    watch = checkpoint.before({}, "gs://bucket/run/ck", options)
+    assert.is_false(watch:after().saved)
+    objects["run/ck/12/commit_success.txt"] = 11
+    assert.is_true(watch:after().saved)
+  end)
+
+  it("takes the user's own names in a bucket for what they say", function()
+    local options = {
+      storage = bucket_of({ ["ckpt_3/x"] = 1 }),
+      step_of = function(name)
+        return math.tointeger(tonumber((name:match("^ckpt_(%d+)$"))))
+      end,
+    }
+    assert.equal(3, checkpoint.newest(checkpoint.look({}, "gs://bucket", options)))
+  end)
+
   it("reads the last step of a log", function()
     assert.equal(12, checkpoint.last_step("completed step: 11, seconds: 1\ncompleted step: 12, loss: 2\n"))
     assert.is_nil(checkpoint.last_step("step 3"))
@@ -154,8 +222,8 @@ describe("run.checkpoint", function()
     os.execute(("rm -rf '%s'"):format(root))
   end)
 
-  it("refuses a bucket it cannot look into", function()
-    local ok, e = pcall(checkpoint.look, {}, "gs://bucket/x")
+  it("refuses an address it cannot look into", function()
+    local ok, e = pcall(checkpoint.look, {}, "s3://bucket/x")
     assert.is_false(ok)
     assert.equal("unsupported", e.code)
   end)
