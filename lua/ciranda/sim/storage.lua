@@ -467,6 +467,8 @@ handlers["POST b/B/o/O/copyTo/b/B/o/O"] = function(self, request, ...)
   return objects.answer(200, copy(self, request, ...))
 end
 
+handlers["upload b/B/o"] = upload.handle
+
 local function decode(segment)
   return (segment:gsub("%%(%x%x)", function(digits)
     return string.char(tonumber(digits, 16))
@@ -490,30 +492,32 @@ local function shape_of(path)
   return table.concat(form, "/"), names
 end
 
--- Sets `request.called` to the method's id as soon as it is known, for refusals too.
+-- What a call asks for: the method's id, the form of its path as in METHODS, and the names in the path.
+local function called(request)
+  local form, names = shape_of(request.path:match("/storage/v1/(.*)$"))
+  if request.path:find("/upload/storage/v1/", 1, true) then
+    return "storage.objects.insert", "upload " .. form, names
+  end
+  local verb = request.method == "HEAD" and "GET" or request.method
+  local shape = verb .. " " .. form
+  return METHODS[shape], shape, names
+end
+
 local function dispatch(self, request)
-  local path = request.path:match("/storage/v1/(.*)$")
+  local method, shape, names = called(request)
+  request.called = method
   if request.headers["Authorization"] then
     self.world.oauth:check(request)
   end
-  request.base = ("http://%s"):format(request.headers["Host"] or "localhost")
-  local form, names = shape_of(path)
-  if request.path:find("/upload/storage/v1/", 1, true) then
-    request.called = "storage.objects.insert"
-    local fault = self.world.faults:on_call(request.called)
-    local bucket = form == "b/B/o" and names[1] or objects.refuse(404, "notFound", "Not Found")
-    return upload.handle(self, request, bucket), fault
-  end
-  if request.path:find("^/download/") then
-    request.query.alt = "media"
-  end
-  local verb = request.method == "HEAD" and "GET" or request.method
-  request.called = METHODS[verb .. " " .. form]
-  local handler = handlers[verb .. " " .. form]
+  local handler = handlers[shape]
   if not handler then
     objects.refuse(404, "notFound", "Not Found")
   end
-  local fault = self.world.faults:on_call(request.called)
+  request.base = ("http://%s"):format(request.headers["Host"] or "localhost")
+  if request.path:find("^/download/") then
+    request.query.alt = "media"
+  end
+  local fault = self.world.faults:on_call(method)
   local answer = handler(self, request, table.unpack(names))
   if
     request.query.fields

@@ -124,6 +124,8 @@ describe("the simulator's front door", function()
     token = "nobody gave this"
     local _, bad = call("GET", "/storage/v1/b/bucket")
     assert.are.equal("authError", bad.error.errors[1].reason)
+    local entries = log:since(0)
+    assert.are.equal("storage.buckets.get", entries[#entries].method)
   end)
 
   it("alters one field of an answer", function()
