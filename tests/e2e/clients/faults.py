@@ -1,0 +1,86 @@
+"""What a client of HTTP raises when a call goes wrong, for every kind of failure that the simulator makes of calls and
+of provisioning.
+
+`struck` is the coverage: every kind that the simulator knows has to be in it at the end of the run.
+"""
+
+import re
+
+from google.api_core import exceptions
+
+from checks import Unmet, check, equal
+
+# What a client that is built on google-api-core raises for each canonical status.
+API_CORE = {
+    "CANCELLED": exceptions.Cancelled,
+    "UNKNOWN": exceptions.InternalServerError,
+    "INVALID_ARGUMENT": exceptions.BadRequest,
+    "DEADLINE_EXCEEDED": exceptions.GatewayTimeout,
+    "NOT_FOUND": exceptions.NotFound,
+    "ALREADY_EXISTS": exceptions.Conflict,
+    "PERMISSION_DENIED": exceptions.Forbidden,
+    "UNAUTHENTICATED": exceptions.Unauthorized,
+    "RESOURCE_EXHAUSTED": exceptions.TooManyRequests,
+    "FAILED_PRECONDITION": exceptions.BadRequest,
+    "ABORTED": exceptions.Conflict,
+    "OUT_OF_RANGE": exceptions.BadRequest,
+    "UNIMPLEMENTED": exceptions.MethodNotImplemented,
+    "INTERNAL": exceptions.InternalServerError,
+    "UNAVAILABLE": exceptions.ServiceUnavailable,
+    "DATA_LOSS": exceptions.InternalServerError,
+}
+
+# What there is besides the kinds of faults: actions on nodes and workers, and limits.
+ACTIONS = {"preempt", "lose", "maintain", "halt", "changeHostKey", "capacity", "quota limit"}
+
+# The kinds and actions that a client has raised an exception for.
+struck = set()
+
+# Longer than a client waits in these tests, and shorter than a test may take.
+SLOW = 3.0
+PATIENCE = 0.5
+
+
+def expect(client, fault, expected, call, **options):
+    """Let a fault strike `call`, which must raise `expected`; the fault must be used up then."""
+    client.cloud.fault(**fault)
+    error = client.raises(expected, call, **options)
+    pending = client.cloud.pending_faults()
+    equal(pending, [], f"faults of the kind {fault['kind']} that have not struck")
+    struck.add(fault["kind"])
+    return error
+
+
+def each_status(client, method, call, classes):
+    """Every status as an error; `classes` has the exception of each."""
+    for status, expected in classes.items():
+        fault = {"kind": "error", "method": method, "status": status, "message": f"a {status}"}
+        if status == "UNAUTHENTICATED":
+            fault["count"] = 3  # Google's transports renew the token twice before they say so
+        expect(client, fault, expected, call, text=f"a {status}")
+
+
+def each_loss(client, method, call, reset, truncate, timeout):
+    """Answers that are lost, cut, withheld or late. `call` gives up after PATIENCE seconds."""
+    expect(client, {"kind": "reset", "method": method}, reset, call)
+    expect(client, {"kind": "truncate", "method": method}, truncate, call)
+    expect(client, {"kind": "hang", "method": method}, timeout, call)
+    expect(client, {"kind": "slow", "method": method, "seconds": SLOW}, timeout, call)
+
+
+def late(client, method, call):
+    """An answer that is late for nobody who has patience."""
+    client.cloud.fault(kind="slow", method=method, seconds=0.2)
+    check(call() is not None, "there is no answer")
+    equal(client.cloud.pending_faults(), [], "faults that have not struck")
+
+
+def known_kinds(cloud):
+    """The kinds that the simulator knows: it names them when it is asked for another."""
+    try:
+        cloud.fault(kind="none that there is")
+    except RuntimeError as error:
+        names = re.search(r"there are ([a-z_, ]+)", str(error))
+        check(names, f"the refusal does not name the kinds: {error}")
+        return set(names.group(1).split(", "))
+    raise Unmet("the simulator takes a fault that it does not know")

@@ -1,0 +1,99 @@
+"""paramiko on a worker, and what it raises when the machine or its sshd is not what it was."""
+
+import base64
+
+import paramiko
+from google.cloud import tpu_v2
+
+import cloud_tpu
+import faults
+from checks import equal
+
+
+class Worker:
+    """The first worker of a node, with the host key that the API gives for it."""
+
+    def __init__(self, client, tpu, node):
+        self.client = client
+        self.cloud = client.cloud
+        self.port = int(client.cloud.env["CIRANDA_SSH_PORT"])
+        self.key = paramiko.ECDSAKey.generate()
+        public = f"walker:{self.key.get_name()} {self.key.get_base64()}"
+        self.tpu = tpu
+        node.metadata["ssh-keys"] = public
+        name = client.called("ssh")
+        self.name = f"{client.cloud.parent}/nodes/{name}"
+        cloud_tpu.done(tpu.create_node(parent=client.cloud.parent, node_id=name, node=node))
+        self.short = name
+        self.look()
+
+    def look(self):
+        """Read where the worker is, and its host key."""
+        self.address = self.tpu.get_node(name=self.name).network_endpoints[0].ip_address
+        request = tpu_v2.GetGuestAttributesRequest(name=self.name, query_path=cloud_tpu.HOST_KEYS)
+        value = self.tpu.get_guest_attributes(request).guest_attributes[0].query_value
+        keys = {item.key: item.value for item in value.items}
+        self.host_key = paramiko.Ed25519Key(data=base64.b64decode(keys["ssh-ed25519"]))
+
+    def run(self, command):
+        """The output of a command; raises what paramiko raises."""
+        ssh = paramiko.SSHClient()
+        place = f"[{self.address}]:{self.port}" if self.port != 22 else self.address
+        ssh.get_host_keys().add(place, "ssh-ed25519", self.host_key)
+        try:
+            ssh.connect(
+                self.address,
+                self.port,
+                username="walker",
+                pkey=self.key,
+                timeout=3,
+                banner_timeout=1,
+                auth_timeout=10,
+                allow_agent=False,
+                look_for_keys=False,
+            )
+            _, output, _ = ssh.exec_command(command, timeout=10)
+            return output.read().decode()
+        finally:
+            ssh.close()
+
+
+def walk_sshd(client, worker):
+    def fault(kind):
+        return {"kind": kind, "name": worker.short, "worker": 0}
+
+    def connect():
+        return worker.run("true")
+
+    # Refused by sshd, as when too many log in at once: it hangs up without a word. A machine that is off is below.
+    faults.expect(client, fault("ssh_refuse"), paramiko.SSHException, connect, text="banner")
+    # The reset meets the client while it connects, or a moment later.
+    faults.expect(
+        client, fault("ssh_reset"), (ConnectionResetError, paramiko.SSHException), connect
+    )
+    faults.expect(client, fault("ssh_hang"), paramiko.SSHException, connect, text="banner")
+    stranger = paramiko.ECDSAKey.generate()
+    worker.key, kept = stranger, worker.key
+    client.raises(paramiko.AuthenticationException, connect)
+    worker.key = kept
+    equal(worker.run("echo again"), "again\n", "a command after all that")
+
+
+def walk_machine(client, worker):
+    cloud = client.cloud
+    cloud.control("POST", f"nodes/{worker.short}/workers/0:changeHostKey", {})
+    client.raises(paramiko.BadHostKeyException, worker.run, "true")
+    faults.struck.add("changeHostKey")
+    cloud.control("POST", f"nodes/{worker.short}/workers/0:halt", {})
+    client.raises(paramiko.ssh_exception.NoValidConnectionsError, worker.run, "true")
+    faults.struck.add("halt")
+
+
+def walk(client):
+    tpu = cloud_tpu.connect(client.cloud)
+    worker = Worker(client, tpu, cloud_tpu.single())
+    equal(worker.run("whoami"), "walker\n", "who is logged in")
+    walk_sshd(client, worker)
+    walk_machine(client, worker)
+    cloud_tpu.done(tpu.delete_node(name=worker.name))
+    client.raises(paramiko.ssh_exception.NoValidConnectionsError, worker.run, "true")
