@@ -2,6 +2,7 @@
 local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
 local ledger = require("ciranda.run.ledger")
+local tables = require("ciranda.cli.table")
 local task = require("ciranda.task")
 
 --- States from which a queued resource, or a node, never runs again; it holds quota until it is deleted.
@@ -17,26 +18,6 @@ local function row(entry)
     entry.used == "runner" and "its runner" or entry.used == "job" and "a job" or "nobody",
     entry.verdict,
   }
-end
-
----@param rows string[][]
----@return string
-local function aligned(rows)
-  local widths = {}
-  for _, cells in ipairs(rows) do
-    for column, cell in ipairs(cells) do
-      widths[column] = math.max(widths[column] or 0, #cell)
-    end
-  end
-  local lines = {}
-  for place, cells in ipairs(rows) do
-    local line = {}
-    for column, cell in ipairs(cells) do
-      line[column] = cell .. (" "):rep(widths[column] - #cell)
-    end
-    lines[place] = table.concat(line, "  "):gsub("%s+$", "")
-  end
-  return table.concat(lines, "\n")
 end
 
 --- One API connection a project and zone.
@@ -150,7 +131,7 @@ return {
       })
     end
     if not context.json then
-      io.write(#objects > 0 and aligned(rows) or "Nothing that our runs have made is left.", "\n")
+      io.write(#objects > 0 and tables.text(rows) or "Nothing that our runs have made is left.", "\n")
     end
     local failed = 0
     if flags.DELETE then

@@ -2,9 +2,9 @@
 local err = require("ciranda.io.error")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
-local json = require("ciranda.io.json")
 local ledger = require("ciranda.run.ledger")
 local queued_resources = require("ciranda.provider.queued_resource")
+local tables = require("ciranda.cli.table")
 
 local VERBS = { create = true, list = true, describe = true, wait = true, delete = true, reset = true }
 
@@ -34,9 +34,8 @@ M.flags = {
   { name = "async", type = "boolean", default = false, help = "Do not wait." },
   { name = "timeout", type = "duration", help = "Longest wait, such as 30m (24h)." },
   { name = "force", type = "boolean", default = true, help = "Of delete: its nodes too." },
-  { name = "filter", help = "Of list: STATE, or a part of the name." },
-  { name = "format", help = "Of list and describe: json, or value(FIELD) with a field such as state.state." },
 }
+table.move(tables.flags, 1, #tables.flags, #M.flags + 1, M.flags)
 for _, flag in ipairs(gcloud_flags.flags) do
   table.insert(M.flags, {
     name = flag.name,
@@ -71,102 +70,48 @@ local function request_of(context)
   return request
 end
 
---- A field by its path: "state.state", "tpu.nodeSpec[0].nodeId".
-local function field(message, path)
-  local value = message
-  for piece in path:gmatch("[^.]+") do
-    local name, index = piece:match("^([^%[]*)%[?(%d*)%]?$")
-    value = type(value) == "table" and value[name] or nil
-    if index and index ~= "" then
-      value = type(value) == "table" and value[math.tointeger(tonumber(index)) + 1] or nil
-    end
-  end
-  return value
-end
-
----@param messages table[]
----@param format string?
----@param one boolean
-local function print_messages(messages, format, one)
-  local path = format and format:match("^value%((.+)%)$")
-  if path then
-    for _, message in ipairs(messages) do
-      local value = field(message, path)
-      io.write(type(value) == "table" and json.encode(value) or tostring(value == nil and "" or value), "\n")
-    end
-  elseif format == "json" or one then
-    io.write(json.encode(one and messages[1] or json.array(messages), { indent = true }), "\n")
-  elseif format then
-    err.raise({ code = "usage", message = ("--format is %q, but takes json or value(FIELD)"):format(format) })
-  end
-end
-
-local function state_of(message)
-  return type(message.state) == "table" and message.state.state or "-"
+--- The first node that a message asks for.
+---@param message table
+---@return table
+local function first_node(message)
+  local spec = type(message.tpu) == "table" and message.tpu.nodeSpec and message.tpu.nodeSpec[1]
+  return spec and spec.node or {}
 end
 
 --- The columns of gcloud's list.
-local function row(message)
-  local ids = queued_resources.node_ids(message)
-  local spec = type(message.tpu) == "table" and message.tpu.nodeSpec and message.tpu.nodeSpec[1] or {}
-  local node = spec.node or {}
-  local config = node.acceleratorConfig
-  return {
-    message.name:match("[^/]*$"),
-    message.name:match("/locations/([^/]+)/") or "-",
-    tostring(#ids),
-    node.acceleratorType or config and ("%s %s"):format(config.type or "", config.topology or "") or "-",
-    state_of(message),
-  }
-end
-
-local function print_table(messages)
-  local rows = { { "NAME", "ZONE", "NODE_COUNT", "ACCELERATOR_TYPE", "STATE" } }
-  for _, message in ipairs(messages) do
-    rows[#rows + 1] = row(message)
-  end
-  local widths = {}
-  for _, cells in ipairs(rows) do
-    for column, cell in ipairs(cells) do
-      widths[column] = math.max(widths[column] or 0, #cell)
-    end
-  end
-  for _, cells in ipairs(rows) do
-    local line = {}
-    for column, cell in ipairs(cells) do
-      line[column] = cell .. (" "):rep(widths[column] - #cell)
-    end
-    io.write((table.concat(line, "  "):gsub("%s+$", "")), "\n")
-  end
-end
+---@type ciranda.cli.Column[]
+local COLUMNS = {
+  { "NAME", tables.short("name") },
+  { "ZONE", tables.zone },
+  {
+    "NODE_COUNT",
+    function(message)
+      return #queued_resources.node_ids(message)
+    end,
+  },
+  {
+    "ACCELERATOR_TYPE",
+    function(message)
+      local node = first_node(message)
+      local config = node.acceleratorConfig
+      return node.acceleratorType or config and ("%s %s"):format(config.type or "", config.topology or "")
+    end,
+  },
+  { "STATE", "state.state" },
+}
 
 local run = {}
 
 function run.list(context, tpu)
-  local flags = context.flags
-  local messages = {}
-  for _, message in ipairs(tpu:list_queued_resources()) do
-    local filter = flags.filter
-    if
-      not filter
-      or state_of(message) == filter:upper()
-      or message.name:match("[^/]*$"):find(filter, 1, true)
-    then
-      messages[#messages + 1] = message
-    end
-  end
+  local messages = tpu:list_queued_resources()
   table.sort(messages, function(a, b)
     return a.name < b.name
   end)
-  if flags.format then
-    print_messages(messages, flags.format, false)
-  else
-    print_table(messages)
-  end
+  tables.print(messages, { columns = COLUMNS, filter = context.flags.filter, format = context.flags.format })
 end
 
 function run.describe(context, tpu)
-  print_messages({ tpu:queued_resource(context.flags.NAME):get() }, context.flags.format, true)
+  tables.print_one(tpu:queued_resource(context.flags.NAME):get(), context.flags.format)
 end
 
 --- Waits and says each new state.
@@ -251,6 +196,7 @@ function M.run(context)
       end
     end
   end
+  tables.check_format(flags.format)
   local tpu = require("ciranda.gcp.tpu").connect({ project = flags.project, zone = flags.zone })
   run[verb](context, tpu)
 end
