@@ -176,6 +176,19 @@ function worker_actions.changeHostKey(_, _, machine)
   machine:change_host_key()
 end
 
+local function choose(actions, name, of)
+  if actions[name] then
+    return actions[name]
+  end
+  local names = {}
+  for known in pairs(actions) do
+    names[#names + 1] = known
+  end
+  table.sort(names)
+  local text = ("there is no action '%s' on a %s; there are %s"):format(name, of, table.concat(names, ", "))
+  return errors.raise(errors.invalid(text, "action"))
+end
+
 local routes = {}
 
 function routes.GET(self, path, _, request)
@@ -240,19 +253,19 @@ function routes.POST(self, path, body, request)
     return {}
   end
   local id, action = path:match("^nodes/([^/:]+):(%a+)$")
-  if id and node_actions[action] then
-    local node = find_node(self, id)
+  if id then
+    local act, node = choose(node_actions, action, "node"), find_node(self, id)
     self.world.events:add("fault", node.name, action)
-    node_actions[action](self, node, body)
+    act(self, node, body)
     return {}
   end
   local worker
   id, worker, action = path:match("^nodes/([^/:]+)/workers/(%d+):(%a+)$")
-  if id and worker_actions[action] then
-    local node = find_node(self, id)
+  if id then
+    local act, node = choose(worker_actions, action, "worker"), find_node(self, id)
     local machine = find_worker(self, node, worker)
     self.world.events:add("fault", ("%s worker %s"):format(node.id, worker), action)
-    worker_actions[action](self, node, machine)
+    act(self, node, machine)
     return {}
   end
   return nil

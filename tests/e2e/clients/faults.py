@@ -1,7 +1,6 @@
-"""What a client of HTTP raises when a call goes wrong, for every kind of failure that the simulator makes of calls and
-of provisioning.
+"""What a client raises when something goes wrong, and whether all that can go wrong has made one raise something.
 
-`struck` is the coverage: every kind that the simulator knows has to be in it at the end of the run.
+`struck` has what has: at the end of the run that must be everything that the simulator names.
 """
 
 import re
@@ -30,10 +29,7 @@ API_CORE = {
     "DATA_LOSS": exceptions.InternalServerError,
 }
 
-# What there is besides the kinds of faults: actions on nodes and workers, and limits.
-ACTIONS = {"preempt", "lose", "maintain", "halt", "changeHostKey", "capacity", "quota limit"}
-
-# The kinds and actions that a client has raised an exception for.
+# The kinds of faults, the actions and the limits that a client has raised an exception for.
 struck = set()
 
 # Longer than a client waits in these tests, and shorter than a test may take.
@@ -75,12 +71,20 @@ def late(client, method, call):
     equal(client.cloud.pending_faults(), [], "faults that have not struck")
 
 
-def known_kinds(cloud):
-    """The kinds that the simulator knows: it names them when it is asked for another."""
+def _named(cloud, path, body):
+    """What the simulator names when it is asked for something that there is not."""
     try:
-        cloud.fault(kind="none that there is")
+        cloud.control("POST", path, body)
     except RuntimeError as error:
-        names = re.search(r"there are ([a-z_, ]+)", str(error))
-        check(names, f"the refusal does not name the kinds: {error}")
+        names = re.search(r"there are ([\w, ]+)", str(error))
+        check(names, f"the refusal does not name what there is: {error}")
         return set(names.group(1).split(", "))
-    raise Unmet("the simulator takes a fault that it does not know")
+    raise Unmet(f"the simulator takes {path} {body}")
+
+
+def known(cloud):
+    """All that the simulator can make go wrong."""
+    kinds = _named(cloud, "faults", {"kind": "none that there is"})
+    nodes = _named(cloud, "nodes/any:none", {})
+    workers = _named(cloud, "nodes/any/workers/0:none", {})
+    return kinds | nodes | workers | {"capacity", "quota limit"}

@@ -160,6 +160,17 @@ describe("the simulator's front door", function()
     assert.is_truthy(refusal.error.message:find("there are alter, error, hang,", 1, true))
   end)
 
+  it("names the actions that there are when it is asked for another", function()
+    for path, text in pairs({
+      ["nodes/job-0:explode"] = "on a node; there are lose, maintain, preempt",
+      ["nodes/job-0/workers/0:explode"] = "on a worker; there are changeHostKey, ",
+    }) do
+      local status, body = call("POST", "/sim/v1/" .. path, {})
+      assert.are.equal(400, status)
+      assert.is_truthy(body.error.message:find(text, 1, true), body.error.message)
+    end
+  end)
+
   local GRANTS = {
     authorized_user = function(file)
       return post_form("/token", {
