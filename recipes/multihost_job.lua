@@ -26,7 +26,6 @@ local M = {
     { name = "TPU_TYPE", default = "v4-8", help = "Accelerator type of each slice." },
     { name = "VERSION", help = "Runtime version (the usual one for TPU_TYPE)." },
     { name = "NUM_SLICES", type = "integer", default = 2, help = "How many slices." },
-    { name = "SCRIPT_DIR", help = "The directory to send (the working directory)." },
     { name = "COMMAND", required = true, help = "What to run on every worker, by bash." },
     { name = "BUCKET_NAME", required = true, help = "Bucket for the code and the logs." },
     { name = "BUCKET_DIR", default = "", help = "Directory in the bucket." },
@@ -53,20 +52,9 @@ local M = {
       default = false,
       help = "Stay: show the first worker's log, end with the job.",
     },
-    {
-      name = "ALL_FILES",
-      type = "boolean",
-      default = false,
-      help = "Send what .gitignore matches too (tmp stays).",
-    },
-    {
-      name = "LEFT_OUT_OK",
-      type = "boolean",
-      default = false,
-      help = "Go on although COMMAND names something that is not sent.",
-    },
   },
 }
+table.move(bundle.flags, 1, #bundle.flags, #M.flags + 1, M.flags)
 
 --- The run's name, which is the queued resource's too.
 local function run_name(context)
@@ -124,22 +112,7 @@ local function upload(context, storage, run, request)
   })
   local _ = cleanup
   local archive = ("script_dir_zip_%s.tar.gz"):format(run)
-  local manifest = bundle.make(flags.SCRIPT_DIR or ".", {
-    output = temporary .. "/" .. archive,
-    all_files = flags.ALL_FILES,
-  })
-  local line = bundle.left_out_line(manifest)
-  if line then
-    progress:say("%s", line)
-  end
-  local named = not flags.LEFT_OUT_OK and bundle.left_out_named(manifest, flags.COMMAND)
-  if named then
-    err.raise({
-      code = "usage",
-      message = ("COMMAND names %s, which is not sent; "):format(named)
-        .. "--ALL_FILES=true sends what .gitignore matches, --LEFT_OUT_OK=true goes on without it",
-    })
-  end
+  local manifest = bundle.from_flags(context, temporary .. "/" .. archive, flags.COMMAND)
   local guard = attempt.guard()
   local place = job.place({ bucket = flags.BUCKET_NAME, directory = flags.BUCKET_DIR, run = run })
   place.bundle, place.bundle_sha256 = archive, manifest.archive_sha256

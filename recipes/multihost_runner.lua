@@ -19,9 +19,9 @@ local M = {
 }
 
 M.flags = table.move(target.flags, 1, #target.flags, 1, {})
+table.move(bundle.flags, 1, #bundle.flags, #M.flags + 1, M.flags)
 for _, flag in ipairs({
   { name = "COMMAND", required = true, help = "What to run, by the login user's shell." },
-  { name = "SCRIPT_DIR", help = "The directory to send (the working directory)." },
   { name = "RUN_NAME", help = "Name of the run and of the directory on the workers (the present time)." },
   {
     name = "USE_EXISTING_FOLDER",
@@ -34,18 +34,6 @@ for _, flag in ipairs({
     type = "integer",
     default = 600,
     help = "Seconds one worker may take until everything is there.",
-  },
-  {
-    name = "ALL_FILES",
-    type = "boolean",
-    default = false,
-    help = "Send what .gitignore matches too (tmp stays).",
-  },
-  {
-    name = "LEFT_OUT_OK",
-    type = "boolean",
-    default = false,
-    help = "Go on although COMMAND names something that is not sent.",
   },
   {
     name = "show",
@@ -97,28 +85,11 @@ end
 ---@param command string
 ---@return ciranda.archive.Manifest?
 local function make_bundle(context, run, command)
-  local flags, progress = context.flags, context.progress
-  if flags.USE_EXISTING_FOLDER then
+  if context.flags.USE_EXISTING_FOLDER then
     return nil
   end
   local directory = logs.make_link_directory(run)
-  local manifest = bundle.make(flags.SCRIPT_DIR or ".", {
-    output = ("%s/script_dir_zip_%s.tar.gz"):format(directory, run),
-    all_files = flags.ALL_FILES,
-  })
-  local line = bundle.left_out_line(manifest)
-  if line then
-    progress:say("%s", line)
-  end
-  local named = not flags.LEFT_OUT_OK and bundle.left_out_named(manifest, command)
-  if named then
-    err.raise({
-      code = "usage",
-      message = ("COMMAND names %s, which is not sent to the workers; "):format(named)
-        .. "--ALL_FILES=true sends what .gitignore matches, --LEFT_OUT_OK=true goes on without it",
-    })
-  end
-  return manifest
+  return bundle.from_flags(context, ("%s/script_dir_zip_%s.tar.gz"):format(directory, run), command)
 end
 
 --- Runs it. Another recipe may run through this one: `context.flags` then has its flags, and `hooks.command(found)`

@@ -237,4 +237,46 @@ function M.left_out_named(manifest, command)
   return nil
 end
 
+--- The flags of recipes that send a directory.
+---@type ciranda.cli.Flag[]
+M.flags = {
+  { name = "SCRIPT_DIR", help = "The directory to send (the working directory)." },
+  {
+    name = "ALL_FILES",
+    type = "boolean",
+    default = false,
+    help = "Send what .gitignore matches too (tmp stays).",
+  },
+  {
+    name = "LEFT_OUT_OK",
+    type = "boolean",
+    default = false,
+    help = "Go on although COMMAND names something that is not sent.",
+  },
+}
+
+--- Makes the bundle that those flags mean and says what stays.
+---@param context ciranda.cli.Context
+---@param output string path of the archive
+---@param command string
+---@return ciranda.archive.Manifest
+-- Raises "usage" when the command names something that stays; what `make` raises.
+function M.from_flags(context, output, command)
+  local flags = context.flags
+  local manifest = M.make(flags.SCRIPT_DIR or ".", { output = output, all_files = flags.ALL_FILES })
+  local line = M.left_out_line(manifest)
+  if line then
+    context.progress:say("%s", line)
+  end
+  local named = not flags.LEFT_OUT_OK and M.left_out_named(manifest, command)
+  if named then
+    err.raise({
+      code = "usage",
+      message = ("COMMAND names %s, which is not sent to the workers; "):format(named)
+        .. "--ALL_FILES=true sends what .gitignore matches, --LEFT_OUT_OK=true goes on without it",
+    })
+  end
+  return manifest
+end
+
 return M
