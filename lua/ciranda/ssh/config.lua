@@ -7,6 +7,7 @@
 
 local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
+local files = require("ciranda.ssh.config_file")
 local fs = require("ciranda.io.fs")
 local known_hosts = require("ciranda.ssh.known_hosts")
 local log = require("ciranda.io.log")
@@ -14,160 +15,8 @@ local uv = require("luv")
 
 local M = {}
 
--- OpenSSH's limits, and one of ours for a file that is no configuration.
-local MAX_DEPTH, MAX_IDENTITIES, MAX_FILE = 16, 100, 16 * 1024 * 1024
-
--- Milliseconds for which files that have been read are taken to be unchanged: a fleet asks once a worker.
-local FRESH_MS = 2000
-
--- Lines ------------------------------------------------------------------------------------------------------------
-
----@class ciranda.ssh.ConfigLine
----@field keyword string   lower case
----@field args string[]
----@field rest string      everything after the keyword, for commands
----@field where string     "path:line"
-
---- Split arguments: white space, quotes, a comment at the end. nil when a quote is not closed.
-local function split(text)
-  local args = {}
-  local at = 1
-  while true do
-    at = text:find("%S", at)
-    if not at or text:sub(at, at) == "#" then
-      return args
-    end
-    local word = {}
-    while at <= #text and not text:find("^%s", at) do
-      local char = text:sub(at, at)
-      if char == '"' or char == "'" then
-        local piece = {}
-        at = at + 1
-        while text:sub(at, at) ~= char do
-          if at > #text then
-            return nil
-          end
-          if text:sub(at, at) == "\\" and text:find("^[\"'\\]", at + 1) then
-            at = at + 1
-          end
-          piece[#piece + 1] = text:sub(at, at)
-          at = at + 1
-        end
-        word[#word + 1] = table.concat(piece)
-      elseif char == "\\" and text:find("^[\"'\\]", at + 1) then
-        at = at + 1
-        word[#word + 1] = text:sub(at, at)
-      elseif char == "\\" and text:find("^ ", at + 1) then
-        at = at + 1
-        word[#word + 1] = " "
-      else
-        word[#word + 1] = char
-      end
-      at = at + 1
-    end
-    args[#args + 1] = table.concat(word)
-  end
-end
-
---- The lines of a text.
----@param text string
----@param path string for messages
----@return ciranda.ssh.ConfigLine[]
---- Raises `usage` for a line that cannot be read.
-function M.parse(text, path)
-  local lines = {}
-  local number = 0
-  for line in (text .. "\n"):gmatch("(.-)\n") do
-    number = number + 1
-    line = line:gsub("[%s\f\r]+$", "")
-    local keyword, rest = line:match('^%s*"([^"]+)"%s*=?%s*(.*)$')
-    if not keyword then
-      keyword, rest = line:match('^%s*([^%s=#"]+)%s*=?%s*(.*)$')
-    end
-    if keyword then
-      local args = split(rest)
-      if not args then
-        errors.raise({
-          code = "usage",
-          op = "ssh.config",
-          target = path,
-          message = ("%s:%d: a quote is not closed: %s"):format(path, number, line),
-        })
-      end
-      lines[#lines + 1] =
-        { keyword = keyword:lower(), args = args, rest = rest, where = ("%s:%d"):format(path, number) }
-    end
-  end
-  return lines
-end
-
--- Files ------------------------------------------------------------------------------------------------------------
-
-local cache = {}
-
---- The lines of a file, or nil when it does not exist.
-local function read(path)
-  local cached = cache[path]
-  local now = uv.now()
-  if cached and now - cached.checked < FRESH_MS then
-    return cached.lines
-  end
-  local ok, stat = pcall(fs.stat, path)
-  if not ok then
-    if errors.is(stat, "not_found") then
-      cache[path] = { checked = now }
-      return nil
-    end
-    error(stat, 0)
-  end
-  local stamp = ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size)
-  if not cached or cached.stamp ~= stamp then
-    cached = { stamp = stamp, lines = M.parse(fs.read(path, MAX_FILE), path) }
-    cache[path] = cached
-  end
-  cached.checked = now
-  return cached.lines
-end
-
-local globs = {}
-
---- The files that a pattern with `*`, `?` in its last parts means, sorted.
-local function glob(pattern)
-  if not pattern:find("[*?[]") then
-    return { pattern }
-  end
-  local cached = globs[pattern]
-  local now = uv.now()
-  if cached and now - cached.checked < FRESH_MS then
-    return cached.paths
-  end
-  local paths = { "" }
-  for part in pattern:gmatch("[^/]+") do
-    local next_paths = {}
-    for _, path in ipairs(paths) do
-      if part:find("[*?]") then
-        local ok, entries = pcall(fs.list, path == "" and "/" or path)
-        for _, entry in ipairs(ok and entries or {}) do
-          local name = type(entry) == "table" and entry.name or entry
-          local hidden = name:sub(1, 1) == "." and part:sub(1, 1) ~= "."
-          if not hidden and known_hosts.matches({ part }, name) then
-            next_paths[#next_paths + 1] = path .. "/" .. name
-          end
-        end
-      else
-        next_paths[#next_paths + 1] = path .. "/" .. part
-      end
-    end
-    paths = next_paths
-  end
-  table.sort(paths)
-  globs[pattern] = { checked = now, paths = paths }
-  return paths
-end
-
-local function home_of(path)
-  return path:sub(1, 2) == "~/" and uv.os_homedir() .. path:sub(2) or path
-end
+-- OpenSSH's limits.
+local MAX_DEPTH, MAX_IDENTITIES = 16, 100
 
 -- Values -----------------------------------------------------------------------------------------------------------
 
@@ -430,12 +279,12 @@ function Reader:include(line, active, base, depth)
     bad(line, "files include each other too deeply")
   end
   for _, pattern in ipairs(line.args) do
-    pattern = home_of(pattern)
+    pattern = files.home(pattern)
     if pattern:sub(1, 1) ~= "/" then
       pattern = base .. "/" .. pattern
     end
-    for _, path in ipairs(glob(pattern)) do
-      local lines = read(path)
+    for _, path in ipairs(files.glob(pattern)) do
+      local lines = files.read(path)
       if lines then
         -- Inside a block that does not count, neither do the Host and Match lines of the included file.
         local outer = self.outer
@@ -484,7 +333,7 @@ local function expand_variables(text, what)
 end
 
 local function expand_path(text, tokens, what)
-  return home_of(expand_variables(expand_tokens(text, tokens, what), what))
+  return files.home(expand_variables(expand_tokens(text, tokens, what), what))
 end
 
 ---@class ciranda.ssh.Found  what ssh_config says of a host; nil where it says nothing
@@ -512,11 +361,11 @@ end
 ---@return table
 function M.evaluate(host, options)
   local home = uv.os_homedir()
-  local files = { { home .. "/.ssh/config", home .. "/.ssh" }, { "/etc/ssh/ssh_config", "/etc/ssh" } }
+  local places = { { home .. "/.ssh/config", home .. "/.ssh" }, { "/etc/ssh/ssh_config", "/etc/ssh" } }
   if options.file == false then
-    files = {}
+    places = {}
   elseif options.file then
-    files = { { home_of(options.file), home .. "/.ssh", true } }
+    places = { { files.home(options.file), home .. "/.ssh", true } }
   end
   local reader = setmetatable({
     original = host,
@@ -526,8 +375,8 @@ function M.evaluate(host, options)
     outer = true,
   }, Reader)
   local function pass()
-    for _, file in ipairs(files) do
-      local lines = read(file[1])
+    for _, file in ipairs(places) do
+      local lines = files.read(file[1])
       if lines then
         reader:take(lines, true, file[2], 0)
       elseif file[3] then
@@ -655,15 +504,16 @@ function M.resolve(host, options)
   end
   if raw.user_known_hosts or raw.global_known_hosts then
     local defaults = known_hosts.default_files()
-    local files = raw.user_known_hosts or { defaults[1], defaults[2] }
     found.known_hosts = {}
-    for _, path in
-      ipairs(table.move(raw.global_known_hosts or { defaults[3], defaults[4] }, 1, 9, #files + 1, {
-        table.unpack(files),
-      }))
-    do
-      if path:lower() ~= "none" then
-        table.insert(found.known_hosts, expand_path(path, tokens, "UserKnownHostsFile"))
+    local lists = {
+      raw.user_known_hosts or { defaults[1], defaults[2] },
+      raw.global_known_hosts or { defaults[3], defaults[4] },
+    }
+    for _, list in ipairs(lists) do
+      for _, path in ipairs(list) do
+        if path:lower() ~= "none" then
+          table.insert(found.known_hosts, expand_path(path, tokens, "UserKnownHostsFile"))
+        end
       end
     end
   end

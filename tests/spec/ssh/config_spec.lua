@@ -131,6 +131,19 @@ describe("ssh_config", function()
     assert.are.same({ X = "a b", Y = "z", CIRANDA_SPEC_A = "1", CIRANDA_SPEC_B = "2" }, pairs_found)
   end)
 
+  it("knows the files of host keys", function()
+    local global = { "/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2" }
+    assert.is_nil(resolve("User x\n", "x").known_hosts)
+    assert.are.same(
+      { "/one", "/two/x", global[1], global[2] },
+      resolve("UserKnownHostsFile /one /two/%n\n", "x").known_hosts
+    )
+    assert.are.same(
+      { "/three" },
+      resolve("UserKnownHostsFile none\nGlobalKnownHostsFile /three\n", "x").known_hosts
+    )
+  end)
+
   it("names the line of a mistake", function()
     for text, what in pairs({
       ["User x\nPort many\n"] = ":2: port",
