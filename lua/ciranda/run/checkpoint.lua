@@ -222,7 +222,7 @@ function M.look(fleet, directory, options)
   options = options or {}
   if directory:match("^gs://") then
     return M.look_in_bucket(directory, options)
-  elseif directory:match("^%a+://") then
+  elseif directory:match("^%a%w*://") then
     err.raise({
       code = "unsupported",
       op = "checkpoint",
@@ -273,7 +273,7 @@ end
 ---@param options { base: string?, timeout: number? }? as for `look`
 ---@return integer? bytes nil when there is no such step or it cannot be measured
 function M.size(fleet, directory, step, options)
-  if not step or directory:match("^%a+://") then
+  if not step or directory:match("^%a%w*://") then
     return nil
   end
   local path = path_of(directory, options)
@@ -312,12 +312,15 @@ end
 ---@field saved boolean a step that was not there before the signal is finished, on every worker that answered
 ---@field step integer? the newest finished step, saved now or earlier
 ---@field before integer? the newest one before the signal
+---@field missed integer? the step at which the workers stopped, which is not on disk
 ---@field unknown string? why nobody can say: no worker answered
 ---@field problems string? the workers that did not answer
 
 --- Looks again, after the end.
+---@param sync_point integer? the step at which the workers said that they stop: an earlier one on disk was saved in the
+---  ordinary course between the first look and the stop
 ---@return ciranda.checkpoint.Report
-function Watch:after()
+function Watch:after(sync_point)
   local listing = M.look(self.fleet, self.directory, self.options)
   local silent, reason = {}, nil
   for worker, problem in pairs(listing.problems) do
@@ -336,6 +339,9 @@ function Watch:after()
   end
   local step = report.step
   report.saved = step ~= nil
+  if step and sync_point and step < sync_point then
+    report.saved, report.missed = false, sync_point
+  end
   for worker, steps in pairs(listing.steps) do
     local earlier = self.listing.steps[worker]
     -- A step of the same name counts when its directory was made anew.
@@ -359,6 +365,12 @@ function M.describe(report, directory, last_step)
     return ("nobody can say what is in %s: %s"):format(directory, report.unknown)
   elseif report.saved then
     text = ("saved: step %d is on disk in %s"):format(report.step, directory)
+  elseif report.missed and report.step then
+    text = ("not saved: the workers stopped at step %d, the last step on disk in %s is %d"):format(
+      report.missed,
+      directory,
+      report.step
+    )
   elseif report.step then
     text = ("not saved: the last step on disk in %s is %d, from before the signal"):format(
       directory,

@@ -224,7 +224,13 @@ function Session:save(grace, reason)
     verdict = self.gang:watch()
     watching:cancel("the end")
   end
-  local report = before:after()
+  local sync_point
+  for _, row in pairs(self.rows) do
+    if row.sync_point then
+      sync_point = math.max(sync_point or 0, row.sync_point)
+    end
+  end
+  local report = before:after(sync_point)
   local result = {
     saved = report.saved,
     step = report.step,
@@ -375,6 +381,18 @@ local function wait_for_runner(run)
   end
 end
 
+--- Does an event come within so many seconds?
+---@param event ciranda.task.Event
+---@param seconds number
+---@return boolean
+local function comes(event, seconds)
+  local ok, problem = pcall(task.timeout, seconds, event.wait, event)
+  if not ok and not err.is(problem, "timeout") then
+    error(problem, 0)
+  end
+  return ok
+end
+
 ---@class ciranda.drill.Resumed
 ---@field first integer? the first step that was done
 ---@field disagree boolean workers began at different steps
@@ -409,8 +427,8 @@ function Session:resume(seconds)
   end
   local scope <close> = task.scope()
   local waiting = scope:spawn(function()
-    if pcall(task.timeout, seconds, seen.wait, seen) then
-      pcall(task.timeout, COMPANY, all.wait, all)
+    if comes(seen, seconds) then
+      comes(all, COMPANY)
     end
     if handler then
       handler("SIGHUP", 1)

@@ -180,7 +180,7 @@ function Launch:tell_checkpoint(watch)
   end
   local ok, problem = pcall(function()
     if watch then
-      local said = watch:after()
+      local said = watch:after(self.sync_point)
       self:say("Checkpoint: %s", checkpoint.describe(said, directory, self.last_step))
       if said.saved then
         self.journal:append("saved", { attempt = self.id, step = said.step })

@@ -101,6 +101,14 @@ describe("run.checkpoint", function()
     report = watch:after()
     assert.is_true(report.saved)
     assert.same({ 12, 9 }, { report.step, report.before })
+    -- Who stopped at 15 did not save there: 12 is one that came in the ordinary course.
+    report = watch:after(15)
+    assert.is_false(report.saved)
+    assert.equal(
+      "not saved: the workers stopped at step 15, the last step on disk in D is 12",
+      checkpoint.describe(report, "D")
+    )
+    assert.is_true(watch:after(12).saved)
     -- The same step written anew counts; the same one untouched does not.
     watch = checkpoint.before({}, "gs://bucket/run/ck", options)
     assert.is_false(watch:after().saved)

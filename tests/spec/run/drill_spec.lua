@@ -187,7 +187,7 @@ describe("run.drill", function()
     )
     assert.is_false(verdict.ok)
     assert.matches("nothing was saved", problems(verdict), 1, true)
-    assert.matches("not saved: the last step on disk", verdict.saved.text, 1, true)
+    assert.matches("^not saved: ", verdict.saved.text)
   end)
 
   it("judges: resumed elsewhere, workers that disagree, no step at all", function()
