@@ -90,6 +90,32 @@ function Service:new_path()
   return ("%s/%d"):format(self.directory, self.last_file)
 end
 
+-- The bytes of objects stay while somebody reads them, even when one is replaced or deleted meanwhile. What this
+-- returns is closed when the reading has ended; an answer that is never begun leaves the bytes to the simulator's end.
+local function hold(list)
+  for _, object in ipairs(list) do
+    object.holds = object.holds + 1
+  end
+  return setmetatable({}, {
+    __close = function()
+      for _, object in ipairs(list) do
+        object.holds = object.holds - 1
+        if object.gone and object.holds == 0 then
+          fs.remove(object.path, { missing_ok = true })
+        end
+      end
+    end,
+  })
+end
+
+-- Nobody is to find these bytes any more.
+local function discard(object)
+  object.gone = true
+  if object.holds == 0 then
+    fs.remove(object.path, { missing_ok = true })
+  end
+end
+
 --- Put an object into a bucket, in the place of one of the same name.
 ---@async
 ---@param bucket table
@@ -113,12 +139,13 @@ function Service:put(bucket, about)
     path = about.path,
     said = about.said,
     metadata = about.metadata,
+    holds = 0,
     created = now,
     updated = now,
   }
   bucket.objects[about.name] = object
   if before then
-    fs.remove(before.path, { missing_ok = true })
+    discard(before)
   end
   return object
 end
@@ -339,11 +366,13 @@ local function send(object, request)
   end
   local at = first or 0
   local beyond = (last or object.size - 1) + 1
+  local held = hold({ object })
   return {
     status = first and 206 or 200,
     headers = headers,
     length = beyond - at,
     body = function(write)
+      local _ <close> = held
       local file <close> = fs.open(object.path)
       while at < beyond do
         local data = file:read(math.min(CHUNK, beyond - at), at)
@@ -371,7 +400,7 @@ handlers["DELETE b/B/o/O"] = function(self, request, bucket_name, name)
   local object = find_object(bucket, name, request.query)
   objects.check_conditions(request.query, object)
   bucket.objects[name] = nil
-  fs.remove(object.path, { missing_ok = true })
+  discard(object)
   return { status = 204, headers = {}, body = "" }
 end
 
@@ -410,6 +439,7 @@ handlers["POST b/B/o/O/compose"] = function(self, request, bucket_name, name)
     local wanted = source.generation or conditions.ifGenerationMatch
     parts[i] = find_object(bucket, source.name or "", { generation = wanted and tostring(wanted) })
   end
+  local _ <close> = hold(parts)
   local path, size, components = self:new_path(), 0, 0
   local sum = crypto.start("crc32c")
   do
@@ -448,7 +478,10 @@ local function copy(self, request, from_bucket, from_name, to_bucket, to_name)
   about.said = self.world.copy(source.said)
   objects.say(about.said, body)
   about.metadata = body.metadata == nil and source.metadata or objects.metadata(nil, body)
-  fs.copy(source.path, about.path)
+  do
+    local _ <close> = hold({ source })
+    fs.copy(source.path, about.path)
+  end
   return objects.message(self:put(bucket, about), request.base)
 end
 

@@ -18,6 +18,8 @@ local M = {}
 ---@field metadata table<string, string>?
 ---@field created number
 ---@field updated number
+---@field holds integer how many read the bytes now
+---@field gone boolean? replaced or deleted
 
 -- What a client may say of an object besides its metadata.
 local SETTABLE = {

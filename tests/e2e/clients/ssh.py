@@ -65,12 +65,11 @@ def walk_sshd(client, worker):
     def connect():
         return worker.run("true")
 
-    # Refused by sshd, as when too many log in at once: it hangs up without a word. A machine that is off is below.
-    faults.expect(client, fault("ssh_refuse"), paramiko.SSHException, connect, text="banner")
-    # The reset meets the client while it connects, or a moment later.
-    faults.expect(
-        client, fault("ssh_reset"), (ConnectionResetError, paramiko.SSHException), connect
-    )
+    # Hung up on: how far paramiko is then decides what it raises.
+    hung_up = (paramiko.SSHException, ConnectionResetError, EOFError)
+    # Refused by sshd, as when too many log in at once. A machine that is off is below.
+    faults.expect(client, fault("ssh_refuse"), hung_up, connect)
+    faults.expect(client, fault("ssh_reset"), hung_up, connect)
     faults.expect(client, fault("ssh_hang"), paramiko.SSHException, connect, text="banner")
     stranger = paramiko.ECDSAKey.generate()
     worker.key, kept = stranger, worker.key

@@ -178,6 +178,21 @@ describe("the simulated Cloud Storage", function()
     assert.are.equal(400, (call("PATCH", "/storage/v1/b/bucket/o/a", { metadata = { a = 1 } })))
   end)
 
+  it("sends an object to its end, though it is deleted meanwhile, and then removes the bytes", function()
+    upload("a", "hello")
+    local request = { method = "GET", path = "/storage/v1/b/bucket/o/a", query = { alt = "media" } }
+    request.headers, request.body = header_table(), ""
+    local answer = service:handle(request)
+    assert.are.equal(204, (call("DELETE", "/storage/v1/b/bucket/o/a")))
+    assert.are.equal(404, (call("GET", "/storage/v1/b/bucket/o/a")))
+    local parts = {}
+    answer.body(function(chunk)
+      parts[#parts + 1] = chunk
+    end)
+    assert.are.equal("hello", table.concat(parts))
+    assert.are.same({}, fs.list(directory))
+  end)
+
   it("makes a bucket for an upload only when told to", function()
     service = storage.new(project.world, directory, { make_buckets = true })
     assert.are.equal(404, (call("GET", "/storage/v1/b/fresh/o")))
