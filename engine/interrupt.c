@@ -39,16 +39,21 @@ static struct {
   pthread_t main_thread;
   pthread_t watchdog;
   pthread_mutex_t lock;
-  pthread_cond_t wake;
+  pthread_cond_t wake; /* by the monotonic clock: the wall clock may be set back */
   bool started;
   bool ending;                    /* guarded by lock */
   _Atomic(lua_State *) running;   /* the state that executes now; NULL: the main state */
   _Atomic int64_t turn_started;   /* ms of the monotonic clock, 0 between turns */
   _Atomic int64_t interrupted_at; /* ms of the first SIGINT that the loop has not taken, else 0 */
   _Atomic int64_t again_at;       /* ms of the second one, else 0 */
-  _Atomic bool raise;             /* the hook shall raise "interrupted" */
-  _Atomic bool trace;             /* the hook shall write down a traceback */
-  volatile sig_atomic_t pending[CIR_MAX_SIGNAL];
+  /*
+   * What the hook shall do, and for which SIGINT (interrupted_at) and turn (turn_started). The
+   * watchdog may ask just when the loop has taken the signal or the turn has ended: the hook then
+   * finds other values there and does nothing.
+   */
+  _Atomic int64_t raise;               /* raise "interrupted" */
+  _Atomic int64_t trace;               /* write down a traceback */
+  _Atomic int pending[CIR_MAX_SIGNAL]; /* a handler adds while the loop takes */
   bool caught[CIR_MAX_SIGNAL];
   int depth;   /* nesting of turns */
   bool traced; /* this turn's traceback is in trace_text */
@@ -57,7 +62,6 @@ static struct {
   struct termios terminal;
   bool have_terminal;
 } I = {.lock = PTHREAD_MUTEX_INITIALIZER,
-       .wake = PTHREAD_COND_INITIALIZER,
        .signal_ref = LUA_NOREF,
        .blocked_ref = LUA_NOREF,
        .fatal_ref = LUA_NOREF};
@@ -74,12 +78,18 @@ static int64_t now_ms(void) {
   return (int64_t)ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
 }
 
+/* Whether the hook is asked for what `now` says of now; whatever was asked is done with. */
+static bool take_request(_Atomic int64_t *asked, _Atomic int64_t *now) {
+  int64_t wanted = atomic_exchange(asked, 0);
+  return wanted != 0 && wanted == atomic_load(now);
+}
+
 /* Runs inside the Lua code that is executing. May throw: that is its purpose when I.raise is set.
  */
 static void hook(lua_State *L, lua_Debug *ar) {
   (void)ar;
   lua_sethook(L, NULL, 0, 0);
-  if (atomic_exchange(&I.trace, false) && !I.traced) {
+  if (take_request(&I.trace, &I.turn_started) && !I.traced) {
     luaL_traceback(L, L, NULL, 0);
     const char *text = lua_tostring(L, -1);
     size_t length = strlen(text);
@@ -90,7 +100,7 @@ static void hook(lua_State *L, lua_Debug *ar) {
     I.traced = true;
     lua_pop(L, 1);
   }
-  if (atomic_exchange(&I.raise, false)) {
+  if (take_request(&I.raise, &I.interrupted_at)) {
     cir_push_error(L, "interrupted", "interrupted");
     luaL_traceback(L, L, NULL, 0);
     lua_setfield(L, -2, "traceback");
@@ -117,8 +127,8 @@ static void on_signal(int number) {
     errno = saved;
     return;
   }
-  if (I.pending[number] < 1000)
-    I.pending[number]++;
+  if (atomic_load(&I.pending[number]) < 1000)
+    atomic_fetch_add(&I.pending[number], 1);
   if (number == SIGINT) {
     int64_t zero = 0;
     if (!atomic_compare_exchange_strong(&I.interrupted_at, &zero, now_ms())) {
@@ -139,7 +149,7 @@ static void *watch(void *unused) {
   pthread_mutex_lock(&I.lock);
   while (!I.ending) {
     struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
+    clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_nsec += CIR_WATCH_MS * 1000000L;
     if (until.tv_nsec >= 1000000000L) {
       until.tv_sec++;
@@ -157,12 +167,12 @@ static void *watch(void *unused) {
     bool knock = false;
     if (turn != 0 && turn != reported && now - turn > CIR_LONG_TURN_MS) {
       reported = turn;
-      atomic_store(&I.trace, true);
+      atomic_store(&I.trace, turn);
       knock = true;
     }
     if (turn != 0 && first != 0 && first != raised && now - first > CIR_UNANSWERED_MS) {
       raised = first;
-      atomic_store(&I.raise, true);
+      atomic_store(&I.raise, first);
       knock = true;
     }
     if (knock)
@@ -178,11 +188,10 @@ static void on_async(uv_async_t *async) {
   lua_State *L = cir_main_state(I.rt);
   atomic_store(&I.interrupted_at, 0);
   atomic_store(&I.again_at, 0);
-  atomic_store(&I.raise, false);
   for (size_t i = 0; i < sizeof SIGNALS / sizeof SIGNALS[0]; i++) {
     int number = SIGNALS[i].number;
-    while (I.pending[number] > 0) {
-      I.pending[number]--;
+    while (atomic_load(&I.pending[number]) > 0) {
+      atomic_fetch_sub(&I.pending[number], 1);
       lua_pushstring(L, SIGNALS[i].name);
       lua_pushinteger(L, number);
       cir_callback_call(I.rt, I.signal_ref, 2);
@@ -228,6 +237,11 @@ int cir_interrupt_start(cir_runtime *rt) {
   sigaction(WATCH_SIGNAL, &action, NULL);
   action.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &action, NULL);
+  pthread_condattr_t monotonic;
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&I.wake, &monotonic);
+  pthread_condattr_destroy(&monotonic);
   status = pthread_create(&I.watchdog, NULL, watch, NULL);
   I.started = status == 0;
   return -status;
