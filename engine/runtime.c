@@ -11,6 +11,7 @@
 #include <lualib.h>
 #include <luv/lhandle.h>
 #include <luv/luv.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +19,8 @@
 
 enum {
   CIR_DRAIN_MS =
-      5000 /* how long shutdown waits for handles and pool work before it leaves without */
+      5000, /* how long shutdown waits for handles and pool work before it leaves without */
+  CIR_DRAIN_LOOK_MS = 100 /* how often it looks whether that has passed */
 };
 
 typedef struct deferred {
@@ -211,9 +213,16 @@ int luaopen_ciranda_core_engine(lua_State *L) {
   return 1;
 }
 
+static void count_luv_handle(uv_handle_t *handle, void *arg) {
+  if (handle->data != NULL) /* else the engine's own: see CIR_CONTAINER_OF */
+    ++*(int *)arg;
+}
+
+/* Appends to the table on the top, which has room: an error that left uv_walk would leave the
+ * loop's list of handles in pieces. [-0, +0, -] */
 static void collect_luv_handle(uv_handle_t *handle, void *arg) {
   lua_State *L = arg;
-  if (handle->data == NULL) /* the engine's own: see CIR_CONTAINER_OF */
+  if (handle->data == NULL)
     return;
   const luv_handle_t *data = handle->data;
   lua_rawgeti(L, LUA_REGISTRYINDEX, data->ref);
@@ -226,7 +235,10 @@ static void collect_luv_handle(uv_handle_t *handle, void *arg) {
 /* uv.walk(callback), which in luv 1.44 aborts on handles that are not luv's. [-1, +0, e] */
 static int l_walk(lua_State *L) {
   luaL_checktype(L, 1, LUA_TFUNCTION);
-  lua_newtable(L);
+  lua_settop(L, 1);
+  int handles = 0;
+  uv_walk(cir_loop(cir_runtime_of(L)), count_luv_handle, &handles);
+  lua_createtable(L, handles, 0);
   uv_walk(cir_loop(cir_runtime_of(L)), collect_luv_handle, L);
   lua_Integer count = (lua_Integer)lua_rawlen(L, 2);
   for (lua_Integer i = 1; i <= count; i++) {
@@ -240,11 +252,9 @@ static int l_walk(lua_State *L) {
 /* signal:start, refused for SIGINT: luv would leave the process without a handler when it stops.
  * [-n, +n, e] */
 static int l_signal_start(lua_State *L) {
-  bool interrupt = false;
-  if (lua_type(L, 2) == LUA_TSTRING)
-    interrupt = strcmp(lua_tostring(L, 2), "sigint") == 0;
-  else if (lua_isinteger(L, 2))
-    interrupt = lua_tointeger(L, 2) == 2;
+  bool interrupt = lua_tonumber(L, 2) == SIGINT; /* luv takes "2" and 2.0 too */
+  if (lua_type(L, 2) == LUA_TSTRING && strcmp(lua_tostring(L, 2), "sigint") == 0)
+    interrupt = true;
   if (interrupt)
     return luaL_error(
         L, "SIGINT belongs to the engine; cancel a task or use the recipe's on_interrupt instead");
@@ -341,10 +351,17 @@ static void drain_expired(uv_timer_t *timer) {
   (void)timer;
 }
 
+/* Leave without waiting for what the loop still has. */
+static _Noreturn void leave(int status) {
+  fflush(NULL);
+  _exit(status);
+}
+
 /*
  * Close everything that lives in the loop, run it dry, close the state, close the loop. When pool
  * work outlasts CIR_DRAIN_MS the process leaves with `status` at once, output flushed: libuv cannot
- * cancel running pool work.
+ * cancel running pool work. It leaves as well when a finaliser has begun something while the state
+ * was closed: there is nobody left to tell how it ends.
  */
 static void shut_down(cir_runtime *rt, int status) {
   while (rt->hooks != NULL) {
@@ -361,21 +378,21 @@ static void shut_down(cir_runtime *rt, int status) {
   uv_timer_t timer;
   uv_timer_init(&rt->loop, &timer);
   timer.data = NULL;
-  uv_timer_start(&timer, drain_expired, CIR_DRAIN_MS, 0);
+  uv_update_time(&rt->loop);
+  uv_timer_start(&timer, drain_expired, CIR_DRAIN_LOOK_MS, CIR_DRAIN_LOOK_MS);
   uv_unref((uv_handle_t *)&timer);
   uint64_t deadline = uv_hrtime() + (uint64_t)CIR_DRAIN_MS * 1000000u;
   while (uv_run(&rt->loop, UV_RUN_ONCE) != 0 || rt->first != NULL) {
-    if (uv_hrtime() >= deadline) {
-      fflush(NULL);
-      _exit(status);
-    }
+    if (uv_hrtime() >= deadline)
+      leave(status);
     uv_walk(&rt->loop, close_luv_handle, rt->L);
   }
+  lua_close(rt->L);
+  if (rt->first != NULL || uv_loop_alive(&rt->loop))
+    leave(status);
   uv_close((uv_handle_t *)&rt->idle, NULL);
   uv_close((uv_handle_t *)&timer, NULL);
   uv_run(&rt->loop, UV_RUN_DEFAULT);
-  lua_close(rt->L);
-  uv_run(&rt->loop, UV_RUN_DEFAULT); /* what finalisers asked to close */
   int left = uv_loop_close(&rt->loop);
   assert(left == 0);
   (void)left;
