@@ -15,14 +15,14 @@
 #include <openssl/hmac.h>
 #include <openssl/pem.h>
 #include <openssl/rand.h>
-#include <stdlib.h>
+#include <openssl/rsa.h>
 #include <string.h>
 
 #define CIR_DIGEST_HANDLE "ciranda.digest"
 
 const char *const cir_digest_names[] = {"sha256", "sha1", "md5", "crc32c", NULL};
 
-/* OpenSSL's digest of that place in ALGORITHMS; NULL for crc32c. */
+/* OpenSSL's digest of that place in cir_digest_names; NULL for crc32c. */
 static const EVP_MD *digest_of(int algorithm) {
   switch (algorithm) {
   case 0:
@@ -83,6 +83,13 @@ static int push_openssl_error(lua_State *L, const char *code, const char *what) 
 
 /* --- digests --------------------------------------------------------------------------------- */
 
+/* Raise that cir_digest_begin failed, with OpenSSL's queue emptied. [-0, +0, v] */
+static int begin_failed(lua_State *L, int algorithm) {
+  ERR_clear_error();
+  return luaL_error(L, "crypto: OpenSSL, as this machine configures it, gives no %s",
+                    cir_digest_names[algorithm]);
+}
+
 /* crypto.digest(algorithm, data) -> bytes. [-2, +1, v] */
 static int l_digest(lua_State *L) {
   int algorithm = luaL_checkoption(L, 1, NULL, cir_digest_names);
@@ -92,7 +99,7 @@ static int l_digest(lua_State *L) {
   cir_digest running;
   if (!cir_digest_begin(&running, algorithm)) {
     cir_digest_free(&running);
-    return luaL_error(L, "crypto.digest: out of memory");
+    return begin_failed(L, algorithm);
   }
   cir_digest_add(&running, data, size);
   size_t length = cir_digest_end(&running, result);
@@ -108,7 +115,7 @@ static int l_start(lua_State *L) {
   *running = (cir_digest){NULL, 0, true};
   luaL_setmetatable(L, CIR_DIGEST_HANDLE);
   if (!cir_digest_begin(running, algorithm))
-    return luaL_error(L, "crypto.start: out of memory");
+    return begin_failed(L, algorithm);
   return 1;
 }
 
@@ -190,26 +197,22 @@ static EVP_PKEY *read_key(lua_State *L, int index, bool private_half) {
 
 /* crypto.rs256_sign(private_key_pem, data) -> signature, or nil and an error. [-2, +1 or +2, v] */
 static int l_rs256_sign(lua_State *L) {
-  size_t size, length = 0;
+  size_t size, length;
   const char *data = luaL_checklstring(L, 2, &size);
   EVP_PKEY *key = read_key(L, 1, true);
   if (key == NULL)
     return push_openssl_error(L, "invalid", "not an RSA private key in PEM without a passphrase");
+  unsigned char signature[OPENSSL_RSA_MAX_MODULUS_BITS / 8];
+  length = sizeof signature;
   EVP_MD_CTX *context = EVP_MD_CTX_new();
-  unsigned char *signature = malloc((size_t)EVP_PKEY_get_size(key));
-  if (signature != NULL)
-    length = (size_t)EVP_PKEY_get_size(key);
-  bool done = context != NULL && signature != NULL &&
+  bool done = context != NULL && EVP_PKEY_get_size(key) <= (int)sizeof signature &&
               EVP_DigestSignInit(context, NULL, EVP_sha256(), NULL, key) == 1 &&
               EVP_DigestSign(context, signature, &length, (const unsigned char *)data, size) == 1;
   EVP_MD_CTX_free(context);
   EVP_PKEY_free(key);
-  if (!done) {
-    free(signature);
+  if (!done)
     return push_openssl_error(L, "failed", "the data could not be signed");
-  }
   lua_pushlstring(L, (const char *)signature, length);
-  free(signature);
   return 1;
 }
 

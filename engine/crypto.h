@@ -22,7 +22,8 @@ enum { CIR_DIGESTS = 4 };
 /* The names of the algorithms; a place in this list stands for one. NULL ends it. */
 extern const char *const cir_digest_names[CIR_DIGESTS + 1];
 
-/* Returns false when there is no memory; the digest may then only be freed. */
+/* Returns false when OpenSSL refuses (no memory, or FIPS mode and MD5); the digest may then only be
+ * freed. */
 bool cir_digest_begin(cir_digest *running, int algorithm);
 
 void cir_digest_add(cir_digest *running, const void *bytes, size_t size);

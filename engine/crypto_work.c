@@ -43,7 +43,8 @@ typedef struct work {
 static void work_file(work *own) {
   static const size_t chunk_size = CIR_CRYPTO_CHUNK;
   char *chunk = malloc(chunk_size);
-  int file = open(own->path, O_RDONLY | O_CLOEXEC);
+  /* Nonblocking, or a FIFO would hold the thread until somebody writes into it. */
+  int file = open(own->path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   struct stat info;
   if (chunk == NULL || file < 0 || fstat(file, &info) < 0) {
     own->problem = chunk == NULL ? ENOMEM : errno;
@@ -155,18 +156,25 @@ static void after_work(uv_work_t *job, int status) {
   work_free(own);
 }
 
-/* Queue the work whose handle is on the top and whose callback is at index. [-0, +0, v] */
-static void work_queue(lua_State *L, work *own, int index) {
+/* Push the handle of a work to come, so that nothing can fail once the work has begun. [-0, +1, m]
+ */
+static work **work_handle(lua_State *L) {
+  work **handle = lua_newuserdatauv(L, sizeof(work *), 0);
+  *handle = NULL;
+  luaL_setmetatable(L, CIR_WORK_HANDLE);
+  return handle;
+}
+
+/* Queue the work, whose callback is at index. [-0, +0, v] */
+static void work_queue(lua_State *L, work *own, work **handle, int index) {
   own->on_done = cir_callback_ref(L, index);
   if (uv_queue_work(cir_loop(own->rt), &own->job, on_work, after_work) < 0) {
     cir_callback_unref(own->rt, &own->on_done);
     work_free(own);
     luaL_error(L, "crypto: the thread pool does not start");
   }
-  work **handle = lua_newuserdatauv(L, sizeof(work *), 0);
   *handle = own;
   own->handle = handle;
-  luaL_setmetatable(L, CIR_WORK_HANDLE);
 }
 
 /*
@@ -188,6 +196,7 @@ static int l_digest_file(lua_State *L) {
     lua_getfield(L, 2, cir_digest_names[i]);
     wanted[i] = lua_toboolean(L, -1);
   }
+  work **handle = work_handle(L);
   work *own = calloc(1, sizeof *own);
   if (own == NULL)
     return luaL_error(L, "crypto.digest_file: out of memory");
@@ -204,9 +213,11 @@ static int l_digest_file(lua_State *L) {
   }
   if (!ready) {
     work_free(own);
-    return luaL_error(L, "crypto.digest_file: out of memory");
+    return luaL_error(
+        L, "crypto.digest_file: out of memory, or a digest that OpenSSL, as this machine "
+           "configures it, does not give");
   }
-  work_queue(L, own, 3);
+  work_queue(L, own, handle, 3);
   return 1;
 }
 
@@ -216,13 +227,14 @@ static int l_rsa_generate(lua_State *L) {
   lua_Integer bits = luaL_checkinteger(L, 1);
   luaL_argcheck(L, bits >= 2048 && bits <= 8192, 1, "from 2048 to 8192 bits");
   luaL_checktype(L, 2, LUA_TFUNCTION);
+  work **handle = work_handle(L);
   work *own = calloc(1, sizeof *own);
   if (own == NULL)
     return luaL_error(L, "crypto.rsa_generate: out of memory");
   own->rt = cir_runtime_of(L);
   own->on_done = CIR_NO_CALLBACK;
   own->bits = (unsigned)bits;
-  work_queue(L, own, 2);
+  work_queue(L, own, handle, 2);
   return 1;
 }
 

@@ -117,7 +117,8 @@ static int on_curl_seek(void *user, curl_off_t offset, int origin) {
 
 bool cir_http_upload_open(cir_http_request *request, const char *path, curl_off_t offset,
                           curl_off_t length) {
-  int file = open(path, O_RDONLY | O_CLOEXEC);
+  /* Nonblocking, or a FIFO would hold up the loop until somebody writes into it. */
+  int file = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   struct stat info;
   if (file < 0 || fstat(file, &info) < 0) {
     int problem = errno;

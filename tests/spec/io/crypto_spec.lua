@@ -123,6 +123,40 @@ describe("ciranda.io.crypto", function()
     end)
   end)
 
+  describe("what the machine may have", function()
+    local process = require("ciranda.io.process")
+    local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+
+    it("a FIFO that nobody writes is refused, at once", function()
+      local fifo = os.tmpname()
+      os.remove(fifo)
+      assert(os.execute("mkfifo " .. fifo))
+      local ok, err = pcall(task.timeout, 5, crypto.digest_file, fifo, { "sha256" })
+      local pipe = io.open(fifo, "r+") -- whoever still waits for a writer has one
+      pipe:close()
+      os.remove(fifo)
+      assert.is_false(ok)
+      assert.is_true(errors.is(err, "io"), tostring(err))
+    end)
+
+    it("an OpenSSL that is told to refuse MD5 is named as the reason", function()
+      with_file("openssl_conf = s\n[s]\nalg_section = a\n[a]\ndefault_properties = fips=yes\n", function(path)
+        local result = process.run {
+          "env",
+          "OPENSSL_CONF=" .. path,
+          BINARY,
+          "-e",
+          [[local crypto = require("ciranda.core.crypto")
+          print(select(2, pcall(crypto.digest, "md5", "")))
+          print(select(2, pcall(crypto.start, "md5")))
+          print(select(2, pcall(crypto.digest_file, "/", { md5 = true }, print)))]],
+        }
+        local count = select(2, result.stdout:gsub("OpenSSL, as this machine configures it", ""))
+        assert.equal(3, count, result.stdout .. result.stderr)
+      end)
+    end)
+  end)
+
   describe("hmac", function()
     it("agrees with RFC 2202 and RFC 4231", function()
       assert.equal(

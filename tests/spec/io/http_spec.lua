@@ -333,6 +333,19 @@ describe("ciranda.io.http", function()
     end)
   end)
 
+  it("does not wait for whoever might write into a FIFO that is given as the body", function()
+    local binary = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+    local fifo = os.tmpname()
+    os.remove(fifo)
+    assert(os.execute("mkfifo " .. fifo))
+    local chunk = ([[require("ciranda.core.http").request({ url = "http://127.0.0.1:1/", body_file = %q },
+      function(err) print(err.code, err.message) end)
+      require("ciranda.task").sleep(0.05)]]):format(fifo)
+    local result = process.run { "timeout", "-s", "KILL", "20", binary, "-e", chunk, timeout = 40 }
+    os.remove(fifo)
+    assert.matches("^invalid\t.*not a regular file", result.stdout)
+  end)
+
   describe("streaming", function()
     it("gives the head first, then every byte once, and lets the server wait", function()
       local written, expected = 0, crypto.start("md5")
