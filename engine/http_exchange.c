@@ -66,8 +66,18 @@ void cir_exchange_drop(cir_exchange *exchange) {
   resume(exchange);
 }
 
+/* Whether the exchange waits for an answer; forgets what an earlier, failed call has left. */
+static bool is_waiting(cir_exchange *exchange) {
+  if (exchange == NULL || exchange->state != CIR_EXCHANGE_WAITING)
+    return false;
+  release_response(exchange);
+  cir_buffer_clear(&exchange->out);
+  exchange->cut = false;
+  return true;
+}
+
 void cir_exchange_refuse(cir_exchange *exchange, unsigned status, const char *text) {
-  if (exchange->state != CIR_EXCHANGE_WAITING)
+  if (!is_waiting(exchange))
     return;
   exchange->response = MHD_create_response_from_buffer(strlen(text), (void *)(uintptr_t)text,
                                                        MHD_RESPMEM_PERSISTENT);
@@ -372,20 +382,12 @@ static void set_head(lua_State *L, cir_exchange *exchange, int index) {
     }
     if (name == NULL || value == NULL)
       luaL_error(L, "exchange: header %I is not {name, value}", i);
+    /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference): luaL_error does not return */
     if (value[0] != '\0' && MHD_add_response_header(exchange->response, name, value) != MHD_YES)
       luaL_error(L, "exchange: header %I (%s) is not allowed in an answer", i, name);
     lua_pop(L, 3);
   }
   lua_pop(L, 1);
-}
-
-/* Whether the exchange waits for an answer; frees what an earlier, failed call has left. */
-static bool is_waiting(cir_exchange *exchange) {
-  if (exchange == NULL || exchange->state != CIR_EXCHANGE_WAITING)
-    return false;
-  release_response(exchange);
-  exchange->cut = false;
-  return true;
 }
 
 static int push_result(lua_State *L, bool result) {
@@ -403,7 +405,6 @@ static int l_respond(lua_State *L) {
   if (!is_waiting(exchange))
     return push_result(L, false);
   if (cut >= 0 && (size_t)cut < size) {
-    cir_buffer_clear(&exchange->out);
     if (!cir_buffer_add(&exchange->out, body, (size_t)cut))
       return luaL_error(L, "exchange:respond: out of memory");
     exchange->cut = true;

@@ -14,6 +14,7 @@
 #include "modules.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -339,14 +340,16 @@ static size_t leave_escaped(void *cls, struct MHD_Connection *connection, char *
   return strlen(text);
 }
 
-/* The non-negative integer option, or otherwise. [-0, +0, v] */
-static lua_Integer option(lua_State *L, int index, const char *name, lua_Integer otherwise) {
+/* The integer option within 0..highest, or otherwise. [-0, +0, v] */
+static lua_Integer option(lua_State *L, int index, const char *name, lua_Integer otherwise,
+                          lua_Integer highest) {
   lua_Integer value = otherwise;
   if (lua_getfield(L, index, name) != LUA_TNIL) {
     int exact;
     value = lua_tointegerx(L, -1, &exact);
-    if (!exact || value < 0)
-      luaL_error(L, "server.start: option '%s' must be an integer of at least 0", name);
+    if (!exact || value < 0 || value > highest)
+      luaL_error(L, "server.start: option '%s' must be an integer from 0 to %I", name,
+                 (LUAI_UACINT)highest);
   }
   lua_pop(L, 1);
   return value;
@@ -360,10 +363,10 @@ static int l_start(lua_State *L) {
   luaL_checktype(L, 1, LUA_TTABLE);
   luaL_checktype(L, 2, LUA_TFUNCTION);
   lua_settop(L, 2);
-  lua_Integer max_body = option(L, 1, "max_body", 64 << 20);
-  lua_Integer patience = option(L, 1, "deadline_ms", 60000);
-  lua_Integer idle_ms = option(L, 1, "idle_ms", 60000);
-  lua_Integer connections = option(L, 1, "max_connections", 4096);
+  lua_Integer max_body = option(L, 1, "max_body", 64 << 20, LUA_MAXINTEGER);
+  lua_Integer patience = option(L, 1, "deadline_ms", 60000, LUA_MAXINTEGER);
+  lua_Integer idle_ms = option(L, 1, "idle_ms", 60000, INT_MAX * 1000LL);
+  lua_Integer connections = option(L, 1, "max_connections", 4096, INT_MAX);
   servers *all = servers_of(L);
   if (all->closed)
     return luaL_error(L, "server.start: the program is shutting down");

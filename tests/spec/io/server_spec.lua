@@ -636,6 +636,32 @@ describe("ciranda.io.server", function()
       end)
     end)
 
+    it("forgets an answer that was refused", function()
+      with_core({}, function(exchange, request)
+        local ok, err = pcall(exchange.respond, exchange, 200, { { "no name\n", "x" } }, "refused", 3)
+        assert(not ok and err:find("not allowed"), err)
+        if request.target == "/streamed" then
+          exchange:start(200)
+          exchange:write("hello", function() end)
+          exchange:finish()
+        else
+          exchange:respond(200, nil, "whole")
+        end
+      end, function(url)
+        assert.equal("hello", http.get(url .. "/streamed").body)
+        assert.equal("whole", http.get(url .. "/whole").body)
+      end)
+    end)
+
+    it("refuses numbers that libmicrohttpd cannot hold", function()
+      for _, name in ipairs { "idle_ms", "max_connections" } do
+        for _, value in ipairs { math.maxinteger, (1 << 32) * 1000, -1, 0.5 } do
+          local err = raised(core.start, { [name] = value }, print)
+          assert.matches("option '" .. name .. "' must be an integer from 0 to %d+$", err)
+        end
+      end
+    end)
+
     it("stops with suspended connections, and at once a second time", function()
       local kept = {}
       with_core({}, function(exchange)
