@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <lauxlib.h>
+#include <limits.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -53,7 +54,7 @@ static int l_die_with_parent(lua_State *L) {
  */
 static int l_reap(lua_State *L) {
   lua_Integer pid = luaL_checkinteger(L, 1);
-  luaL_argcheck(L, pid > 1, 1, "a process id expected");
+  luaL_argcheck(L, pid > 1 && pid <= INT_MAX, 1, "a process id expected"); /* 0 and -1 mean any */
   pid_t ended;
   do
     ended = waitpid((pid_t)pid, NULL, WNOHANG);
