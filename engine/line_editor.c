@@ -145,13 +145,13 @@ static int l_start(lua_State *L) {
     rl_completer_word_break_characters = (char *)" \t\n\"'`@$><=;|&{}()[]+-*/%^#~,";
     rl_completion_append_character = '\0';
   }
+  lua_getfield(L, 1, "complete"); /* either may raise: before anything is kept */
+  lua_getfield(L, 1, "history");
   E.line_ref = cir_callback_ref(L, 2);
-  if (lua_getfield(L, 1, "complete") == LUA_TFUNCTION)
-    E.complete_ref = cir_callback_ref(L, -1);
-  if (lua_getfield(L, 1, "history") == LUA_TSTRING) {
-    E.history_path = strdup(lua_tostring(L, -1));
+  if (lua_isfunction(L, -2))
+    E.complete_ref = cir_callback_ref(L, -2);
+  if (lua_type(L, -1) == LUA_TSTRING && (E.history_path = strdup(lua_tostring(L, -1))) != NULL)
     read_history(E.history_path);
-  }
   E.open = true;
   return 0;
 }
