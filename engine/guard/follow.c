@@ -7,14 +7,28 @@
   250 /* ms: also where inotify has no instance left or the file system does not tell              \
        */
 
+/* Write all of it, also where whoever shares the stream has made it nonblocking. False with errno.
+ */
+static bool put(const char *data, size_t size) {
+  while (size > 0) {
+    ssize_t written = write(STDOUT_FILENO, data, size);
+    if (written < 0 && errno != EAGAIN && errno != EINTR)
+      return false;
+    if (written < 0)
+      poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, POLL);
+    data += written > 0 ? written : 0;
+    size -= written > 0 ? (size_t)written : 0;
+  }
+  return true;
+}
+
 /* Everything there is from *offset on. CIR_OK, or what went wrong, which was said. */
 static int copy(int log, int64_t *offset) {
   static char data[65536];
   ssize_t got;
-  while ((got = pread(log, data, sizeof data, *offset)) > 0)
-    for (ssize_t at = 0, put; at < got; at += put, *offset += put)
-      if ((put = write(STDOUT_FILENO, data + at, (size_t)(got - at))) < 0)
-        return cir_fail("cannot write the log to standard output: %s", strerror(errno));
+  for (; (got = pread(log, data, sizeof data, *offset)) > 0; *offset += got)
+    if (!put(data, (size_t)got))
+      return cir_fail("cannot write the log to standard output: %s", strerror(errno));
   return got == 0 ? CIR_OK : cir_fail("cannot read the log: %s", strerror(errno));
 }
 

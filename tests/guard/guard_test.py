@@ -411,6 +411,25 @@ def follow_ends(attempt):
 
 
 @case
+def follow_nonblocking(attempt):
+    """Following waits where somebody who shares its standard output has made that nonblocking."""
+    count = 20000
+    attempt.run(attempt.cmd(200, 0, f"chatter={count}", "for=1"))
+    attempt.record()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    follow = subprocess.Popen([attempt.suite.guard, "follow", attempt.directory], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    time.sleep(0.3)  # the pipe is full by now
+    with open(reading, "rb") as pipe:
+        got = pipe.read()
+    message = follow.stderr.read()
+    follow.stderr.close()
+    assert follow.wait(20) == 0, message
+    assert got == lines(count)
+
+
+@case
 def leader_announced(attempt):
     """The leader's end is announced while its tree goes on; the attempt ends with the tree."""
     attempt.run("(" + attempt.cmd(100, 5, "for=1200") + ") & exit 6")
