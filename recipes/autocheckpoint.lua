@@ -62,18 +62,19 @@ local function step_of(pattern)
   if not pattern then
     return nil
   end
-  local ok, problem = pcall(string.match, "", pattern)
-  if not ok or not pattern:find("(", 1, true) then
-    err.raise({
-      code = "usage",
-      message = ("--STEP_NAME=%s: %s"):format(
-        pattern,
-        ok and "the step must be in parentheses" or tostring(problem):gsub("^.-: ", "")
-      ),
-    })
+  local function refuse(why)
+    err.raise({ code = "usage", message = ("--STEP_NAME=%s: %s"):format(pattern, why) })
+  end
+  if not pattern:find("%(.+%)") then
+    refuse("the step must be in parentheses, as in 'ckpt_(%d+)'")
   end
   return function(name)
-    return math.tointeger(tonumber((name:match("^" .. pattern .. "$"))))
+    -- Lua reads a pattern as it matches, so one that is malformed is found out here.
+    local ok, digits = pcall(string.match, name, "^" .. pattern .. "$")
+    if not ok then
+      refuse((tostring(digits):gsub("^.-: ", "")))
+    end
+    return math.tointeger(tonumber(digits))
   end
 end
 
