@@ -11,6 +11,7 @@ local place_of = require("kill.place")
 local process = require("ciranda.io.process")
 local sim = require("ciranda.sim")
 local task = require("ciranda.task")
+local uv = require("luv")
 
 local BINARY = assert(os.getenv("CIRANDA_BINARY"), "CIRANDA_BINARY names the program")
 local SCRATCH = assert(arg[1], "a scratch directory is expected")
@@ -52,6 +53,7 @@ end
 ---@field environment table<string, string>
 ---@field shared string directory that the workers see too
 ---@field counts table
+---@field duration number seconds that an undisturbed run takes
 local Walk = {}
 Walk.__index = Walk
 
@@ -354,7 +356,7 @@ end
 
 --- Kills a program at a random time.
 function Walk:at_random(kind)
-  local longest = kind == "run" and 3 or 0.15
+  local longest = kind == "run" and self.duration or 0.15
   for _ = 1, TRIES do
     local name, argv = self:fresh(kind)
     local seconds = math.random() * longest
@@ -473,7 +475,9 @@ local function main()
   -- The first run also makes the key and lets it in: places are counted in those that follow.
   local name, argv = walk:fresh("run")
   argv.env, argv.timeout = walk.environment, COMMAND_LIMIT
+  local began = uv.hrtime()
   process.run(argv):check()
+  walk.duration = (uv.hrtime() - began) / 1e9
   walk:settle("run", name)
   walk:run(KILLS)
   local late = control(simulator)

@@ -162,6 +162,28 @@ describe("run.gang", function()
     end
   end)
 
+  it("starts nobody with an archive that is no longer what was written", function()
+    make(1, 1)
+    os.execute(("mkdir '%s/code'; head -c 30000 /dev/urandom > '%s/code/blob'"):format(root, root))
+    local archive = root .. "/b.tar.gz"
+    for change, words in pairs({
+      ["printf x | dd of='%s' bs=1 seek=9000 conv=notrunc 2>/dev/null"] = "is not the one that was sent",
+      ["truncate -s 9000 '%s'"] = "cannot be read as it was written: it has become shorter",
+    }) do
+      local manifest = bundle.make(root .. "/code", { output = archive })
+      os.execute(change:format(archive))
+      local one = gang_of("true", { bundle = manifest })
+      local ok, e = pcall(one.stage, one)
+      assert.is_false(ok)
+      assert.matches(words, e.message, 1, true)
+      local kept = io.popen(("cd '%s/.ciranda' && ls bundles r1"):format(machines["0.0"].home))
+      local listing = kept:read("a")
+      kept:close()
+      assert.is_nil(listing:find("tar", 1, true))
+      assert.is_nil(listing:find("part", 1, true))
+    end
+  end)
+
   it("uses a directory that is there, and names the worker where it is missing", function()
     make(1, 2)
     os.execute(("mkdir '%s/r1'; echo x > '%s/r1/old'"):format(machines["0.0"].home, machines["0.0"].home))
