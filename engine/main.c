@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 /* The directory given with --lua-dir (before the first word that is no option) or CIRANDA_LUA_DIR;
  * else NULL. */
@@ -24,9 +25,22 @@ static const char *lua_directory(int argc, char **argv) {
   return directory != NULL && directory[0] != '\0' ? directory : NULL;
 }
 
+enum { CIR_DESCRIPTORS = 65536 /* more would slow programs that close every possible one */ };
+
+/* A session is a descriptor, and a fleet has thousands: the usual soft limit of 1,024 is too low.
+ */
+static void raise_descriptor_limit(void) {
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= CIR_DESCRIPTORS)
+    return;
+  limit.rlim_cur = limit.rlim_max < CIR_DESCRIPTORS ? limit.rlim_max : CIR_DESCRIPTORS;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int main(int argc, char **argv) {
   /* Name look-ups share libuv's pool; its default of 4 threads lets a few dead names hold up the
    * rest. */
   setenv("UV_THREADPOOL_SIZE", "16", 0);
+  raise_descriptor_limit();
   return cir_main(argc, argv, lua_directory(argc, argv));
 }

@@ -139,6 +139,7 @@ function M.main(command)
       io.write(flags.help(command.name, recipe), "\n")
       return 0
     end
+    require("ciranda.cli.prompt").install()
     local result
     local context = {
       name = command.name,

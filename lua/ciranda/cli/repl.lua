@@ -131,6 +131,7 @@ end
 ---@return integer status
 function M.run()
   local terminal = uv.guess_handle(0) == "tty"
+  require("ciranda.cli.prompt").install()
   local edit = terminal and require("ciranda.core.edit") or nil
   local on_line -- completes the wait for a line
   local write = edit and edit.print or function(text)

@@ -138,6 +138,51 @@ describe("the REPL in a terminal", function()
   end)
 end)
 
+describe("a secret that is asked for", function()
+  it("is read without being shown", function()
+    if not HAVE_TMUX then
+      pending("a secret at the prompt: needs tmux (apt-get install tmux)")
+    end
+    local directory = fs.tempdir()
+    local socket = directory .. "/tmux"
+    local function tmux(...)
+      return process.run({ "tmux", "-S", socket, "-f", "/dev/null", timeout = 10, ... })
+    end
+    local _ <close> = setmetatable({}, {
+      __close = function()
+        tmux("kill-server")
+        fs.remove_tree(directory)
+      end,
+    })
+    local chunk = 'local s = require("ciranda.cli.prompt").secret("Word: ") print(#s .. " letters")'
+    fs.write(directory .. "/ask.lua", chunk)
+    tmux(
+      "new-session",
+      "-d",
+      "-s",
+      "ask",
+      "-x",
+      "80",
+      ("sh -c '%s %s/ask.lua; sleep 60'"):format(BINARY, directory)
+    )
+    local function until_shown(text)
+      local shown = ""
+      task.timeout(10, function()
+        while not shown:find(text, 1, true) do
+          task.sleep(0.05)
+          shown = tmux("capture-pane", "-p", "-t", "ask").stdout
+        end
+      end)
+      return shown
+    end
+    until_shown("Word:")
+    tmux("send-keys", "-t", "ask", "-l", "sesame")
+    tmux("send-keys", "-t", "ask", "Enter")
+    local shown = until_shown("6 letters")
+    assert.not_matches("sesame", shown)
+  end)
+end)
+
 describe("the REPL without a terminal", function()
   it("runs lines as they come and prints values", function()
     local result = process.run {

@@ -153,4 +153,11 @@ describe("a script", function()
     local result = run([[print(pcall(function() require("luv").new_signal():start("sigint", print) end))]])
     assert.matches("^false\t.*belongs to the engine", result.stdout)
   end)
+
+  it("may open as many files as the hard limit lets it, whatever the soft one", function()
+    local chunk = "print((io.open('/proc/self/limits'):read('a'):match('Max open files%s+(%d+)')))"
+    local line = 'ulimit -Sn 256 && ulimit -Hn 3000 && exec "$0" -e "$1"'
+    local result = process.run({ "sh", "-c", line, BINARY, chunk, timeout = 20 })
+    assert.equal("3000\n", result.stdout)
+  end)
 end)
