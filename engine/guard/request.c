@@ -123,8 +123,11 @@ int cir_ask_signal(const cir_options *options) {
   const char *word = options->word + (strncasecmp(options->word, "SIG", 3) == 0 ? 3 : 0),
              *at = names;
   size_t length = strlen(word);
+  char *end;
+  long wanted = strtol(word, &end, 10);
   int number = 1;
-  for (; *at && !(strncasecmp(at, word, length) == 0 && at[length] == ' ') && atoi(word) != number;
+  for (; *at && !(strncasecmp(at, word, length) == 0 && at[length] == ' ') &&
+         (wanted != number || *end != '\0');
        number++)
     at += strcspn(at, " ") + 1;
   if (!*at || length == 0 || number == SIGTERM) {

@@ -453,6 +453,7 @@ def signals(attempt):
     assert reply["targets"][0]["pid"] == next(iter(attempt.events())), reply
     assert attempt.call("signal", "TERM").returncode == 2
     assert attempt.call("signal", "SIGNONSENSE").returncode == 2
+    assert attempt.call("signal", "9nonsense").returncode == 2
     assert attempt.call("signal").returncode == 2
     assert json.loads(attempt.call("signal", "sigkill").stdout)["signal"] == 9
     attempt.wait_for("the death", lambda: attempt.status()["leader"] is None or len(attempt.status()["processes"]) < 4)
