@@ -1,6 +1,7 @@
 --- The simulator's front door: one address and port for all services of the cloud, told apart by path.
 
 local alter = require("ciranda.sim.alter")
+local batch = require("ciranda.sim.batch")
 local errors = require("ciranda.sim.errors")
 local metadata = require("ciranda.sim.metadata")
 local oauth = require("ciranda.sim.oauth")
@@ -32,6 +33,13 @@ local function cut_short(body, length)
   end
 end
 
+local function altered(answer, fault)
+  if type(answer.body) == "string" then
+    answer.body = alter.apply(answer.body, fault.field, fault.value)
+  end
+  return answer
+end
+
 -- Make an answer go wrong in the way that was asked for.
 local function spoil(answer, fault)
   if fault.kind == "reset" then
@@ -41,11 +49,6 @@ local function spoil(answer, fault)
     return answer
   elseif fault.kind == "truncate" then
     answer.truncate = #(answer.body or "") // 2
-    return answer
-  elseif fault.kind == "alter" then
-    if type(answer.body) == "string" then
-      answer.body = alter.apply(answer.body, fault.field, fault.value)
-    end
     return answer
   elseif fault.kind == "slow" then
     task.sleep(fault.seconds or 1)
@@ -123,10 +126,8 @@ end
 ---@return fun(request: ciranda.server.Request): ciranda.server.Answer
 function M.new(parts)
   local services = table.move(parts.services, 1, #parts.services, 1, {})
-  table.insert(services, tokens(parts))
-  table.insert(services, metadata_server(parts))
-  return function(raw)
-    local request = plain_request(raw)
+  -- Answer a call and log it: the answer, and what is to go wrong with it.
+  local function answer_one(request)
     local ok, answer, fault = pcall(route, services, request)
     if not ok then
       if not errors.is(answer) then
@@ -136,6 +137,16 @@ function M.new(parts)
       answer, fault = tpu.refusal(answer), nil
     end
     parts.requests:add(request, answer.status, fault and fault.kind)
+    if fault and fault.kind == "alter" then
+      return altered(answer, fault)
+    end
+    return answer, fault
+  end
+  table.insert(services, tokens(parts))
+  table.insert(services, metadata_server(parts))
+  table.insert(services, batch.new(answer_one))
+  return function(raw)
+    local answer, fault = answer_one(plain_request(raw))
     return fault and spoil(answer, fault) or answer
   end
 end

@@ -16,6 +16,7 @@ from google.auth import exceptions as auth_exceptions
 from google.oauth2 import credentials as oauth2_credentials
 from googleapiclient import discovery, errors
 from googleapiclient.discovery_cache import get_static_doc
+from googleapiclient.http import BatchHttpRequest
 
 import answers
 import faults
@@ -371,6 +372,23 @@ def walk_operations(service):
     service.refuses(service.operations.get(name=ended["name"]), ended["name"])
 
 
+def walk_batch(service):
+    """Several calls in one request; each has its own answer."""
+    cloud, outcome = service.cloud, {}
+
+    def note(request_id, answer, error):
+        outcome[request_id] = error or answer
+
+    batch = BatchHttpRequest(callback=note, batch_uri=f"{cloud.url}/batch")
+    batch.add(service.places.get(name=cloud.parent), request_id="there")
+    batch.add(service.nodes.get(name=f"{cloud.parent}/nodes/none"), request_id="not there")
+    batch.add(service.versions.list(parent=cloud.parent), request_id="list")
+    batch.execute(http=service.authorized(google.auth.default(scopes=SCOPES)[0]))
+    service.document.check("Location", outcome["there"], "a location in a batch")
+    service.document.check("ListRuntimeVersionsResponse", outcome["list"], "a list in a batch")
+    equal(outcome["not there"].resp.status, 404, "the status of what is not there, in a batch")
+
+
 def walk_refusals(service):
     cloud = service.cloud
     queued = {"parent": cloud.parent, "nodeId": "x", "node": node()}
@@ -526,4 +544,5 @@ def walk(client, version):
     walk_queued_resource(service)
     walk_node(service)
     walk_operations(service)
+    walk_batch(service)
     walk_refusals(service)

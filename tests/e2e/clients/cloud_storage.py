@@ -164,6 +164,17 @@ def walk_listing(service, bucket):
     equal(matched, [name for name in names if name.endswith("c.txt")], "what matches a glob")
     bounded = bucket.list_blobs(start_offset="run/1", end_offset="run/2", fields="items(name)")
     equal([blob.name for blob in bounded], names[3:6], "what lies between two offsets")
+    # Several calls in one request.
+    with service.storage.batch():
+        for name in names:
+            bucket.blob(name).delete()
+    equal(list(bucket.list_blobs(prefix="run/")), [], "what a batch of deletes has left")
+    service.raises(exceptions.NotFound, delete_in_batch, service, bucket.blob(names[0]))
+
+
+def delete_in_batch(service, blob):
+    with service.storage.batch():
+        blob.delete()
 
 
 def walk_uploads(service, bucket):

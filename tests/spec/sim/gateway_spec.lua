@@ -56,7 +56,9 @@ describe("the simulator's front door", function()
           return rawget(self, name:lower())
         end,
       }),
-      body = headers and "" or type(body) == "table" and json.encode(body) or "",
+      body = type(body) == "string" and body
+        or not headers and type(body) == "table" and json.encode(body)
+        or "",
       args = function()
         return query
       end,
@@ -158,6 +160,81 @@ describe("the simulator's front door", function()
     assert.is_truthy(refusal.error.message:find("needs a field", 1, true))
     refusal = select(2, call("POST", "/sim/v1/faults", { kind = "none" }))
     assert.is_truthy(refusal.error.message:find("there are alter, error, hang,", 1, true))
+  end)
+
+  describe("takes batches", function()
+    local TYPE = { ["Content-Type"] = 'multipart/mixed; boundary="=X="' }
+
+    local function part(id, request)
+      local id_line = id and ("Content-ID: <%s>\n"):format(id) or ""
+      return "--=X=\nContent-Type: application/http\n" .. id_line .. "\n" .. request .. "\n"
+    end
+
+    it("and answers each call with its id", function()
+      local zone = "/v2/" .. support.ZONE
+      local before = #log:since(0)
+      local create = [[{"tpu": {"nodeSpec": [{"parent": "]]
+        .. support.ZONE
+        .. [[", "nodeId": "a", "node":]]
+        .. [[ {"acceleratorType": "v4-8", "runtimeVersion": "tpu-ubuntu2204-base"}}]}}]]
+      local text = part("b + 1", "GET " .. zone .. "/nodes?pageSize=1 HTTP/1.1\r\nAccept: */*\r\n\r\n")
+        .. part("b + 2", "GET http://sim:1" .. zone .. "/nodes/none HTTP/1.1\n\n")
+        .. part(
+          nil,
+          ("POST %s/queuedResources?queuedResourceId=q HTTP/1.1\nContent-Length: %d\n\n%s"):format(
+            zone,
+            #create,
+            create
+          )
+        )
+        .. part("b + 4", "GET /storage/v1/b/bucket/o/none HTTP/1.1\nAuthorization: Bearer none\n\n")
+        .. "--=X=--\n"
+      local status, body, headers = call("POST", "/batch", text, TYPE)
+      assert.are.equal(200, status)
+      local boundary = headers["Content-Type"]:match("^multipart/mixed; boundary=(%S+)$")
+      assert.is_truthy(body:find("--" .. boundary .. "--\r\n", 1, true))
+      local found = {}
+      for answer in body:gmatch("Content%-Type: application/http\r\n(.-HTTP/1.1 %d+ [%w ]+)\r\n") do
+        found[#found + 1] = answer:match("Content%-ID: <(.-)>") or "none"
+        found[#found + 1] = answer:match("HTTP/1.1 (.*)$")
+      end
+      assert.are.same({
+        "response-b + 1",
+        "200 OK",
+        "response-b + 2",
+        "404 Not Found",
+        "none",
+        "200 OK",
+        "response-b + 4",
+        "401 Unauthorized",
+      }, found)
+      assert.is_truthy(project.world.queued_resources:find(support.ZONE .. "/queuedResources/q"))
+      local methods = {}
+      for i, entry in ipairs(log:since(before)) do
+        methods[i] = entry.method
+      end
+      assert.are.same(
+        { "nodes.list", "nodes.get", "queuedResources.create", "storage.objects.get", "batch" },
+        methods
+      )
+    end)
+
+    it("but none that is malformed or holds another", function()
+      local get = part("a", "GET /v2/x HTTP/1.1\n\n")
+      for text, message in pairs({
+        [""] = "no end",
+        [get] = "no end",
+        ["--=X=--\n"] = "from 1 to",
+        [part("a", "nonsense") .. "--=X=--"] = "is no request",
+        [part("a", "GET /v2/x HTTP/1.1\nbad header\n\n") .. "--=X=--"] = "is no header",
+        [part("a", "POST /batch HTTP/1.1\n\n") .. "--=X=--"] = "cannot hold another",
+      }) do
+        local status, body = call("POST", "/batch", text, TYPE)
+        assert.are.equal(400, status)
+        assert.is_truthy(body.error.message:find(message, 1, true), body.error.message)
+      end
+      assert.are.equal(400, (call("POST", "/batch/storage/v1", get, { ["Content-Type"] = "text/plain" })))
+    end)
   end)
 
   it("names the actions that there are when it is asked for another", function()
