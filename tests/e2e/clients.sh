@@ -9,8 +9,8 @@
 #   --list       the names of clients and sabotages
 #
 # Environment: CIRANDA_BINARY, CIRANDA_BUILD (the Python environment is made in its e2e-clients and kept),
-# CIRANDA_SHORT=1 (what both versions of an API have in common is walked once), CLIENTS_PYTHON (the Python to use).
-# The packages come from PyPI. The last line is one JSON object; the exit status is 0 when everything held.
+# CLIENTS_PYTHON (the Python to use). The packages come from PyPI. There is one length of the run, a minute or so.
+# The last line is one JSON object; the exit status is 0 when everything held.
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)

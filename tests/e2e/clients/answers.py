@@ -49,7 +49,11 @@ def _is_default(spec, value):
         return True
     if value in (0, False) and not isinstance(value, str):
         return True
-    return spec.get("format") in ("int64", "uint64") and value == "0" or value in spec.get("enum", [])[:1]
+    return (
+        spec.get("format") in ("int64", "uint64")
+        and value == "0"
+        or value in spec.get("enum", [])[:1]
+    )
 
 
 def check_detail(value, where):

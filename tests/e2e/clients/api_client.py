@@ -26,7 +26,9 @@ SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 RUNTIME = "v2-alpha-tpuv5-lite"
 
-OPERATION = re.compile(r"^projects/[^/]+/locations/[^/]+/operations/operation-\d{13}(-[0-9a-f]+){3}$")
+OPERATION = re.compile(
+    r"^projects/[^/]+/locations/[^/]+/operations/operation-\d{13}(-[0-9a-f]+){3}$"
+)
 
 
 def label(error):
@@ -287,7 +289,9 @@ def ready(service, slices):
     for each in slices:
         eventually(
             f"{each['name']} is READY",
-            lambda name=each["name"]: service.call(service.nodes.get(name=name))["state"] == "READY",
+            lambda name=each["name"]: (
+                service.call(service.nodes.get(name=name))["state"] == "READY"
+            ),
         )
 
 
@@ -400,7 +404,9 @@ def walk_refusals(service):
         return create({"tpu": {"nodeSpec": [{**queued, **fields}]}})
 
     service.refuses(create({"tpu": {"nodeSpec": [queued, queued]}}), "exactly one node_spec")
-    service.refuses(create({"tpu": {"nodeSpec": [queued]}, "spot": {}, "guaranteed": {}}), "only one")
+    service.refuses(
+        create({"tpu": {"nodeSpec": [queued]}, "spot": {}, "guaranteed": {}}), "only one"
+    )
     service.refuses(create({"tpu": {"nodeSpec": [queued]}}, "Capital"), "queued_resource_id")
     service.refuses(create_spec(slices=2), 'Unknown name "slices"')
     service.refuses(create_spec(node={**node(), "tags": "a"}), "tags")
@@ -424,7 +430,8 @@ def walk_refusals(service):
     )
     anonymous = service.build(httplib2.Http(timeout=30)).projects().locations()
     service.refuses(
-        anonymous.list(name=f"projects/{cloud.project}"), "missing required authentication credential"
+        anonymous.list(name=f"projects/{cloud.project}"),
+        "missing required authentication credential",
     )
     cloud.control("PUT", "quota", {f"{cloud.zone}/TPUV6EPerProjectPerZoneForTPUAPI": 8})
     body = {"acceleratorType": "v6e-16", "runtimeVersion": "v2-alpha-tpuv6e"}
@@ -526,7 +533,9 @@ def ended(service, name, count, wanted, **fields):
 
 
 def forget(service, name):
-    service.succeeded(service.call(service.queued.delete(name=full_name(service, name), force=True)))
+    service.succeeded(
+        service.call(service.queued.delete(name=full_name(service, name), force=True))
+    )
 
 
 def walk_failing_calls(client, version):

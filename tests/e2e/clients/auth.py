@@ -146,7 +146,9 @@ def walk_kinds(client, kinds):
         cloud.fault(kind="error", method="nodes.list", status="UNAUTHENTICATED")
         answer = session.get(f"{cloud.url}/v2/{cloud.parent}/nodes", timeout=30)
         statuses = [
-            entry["status"] for entry in cloud.requests(before) if entry.get("method") == "nodes.list"
+            entry["status"]
+            for entry in cloud.requests(before)
+            if entry.get("method") == "nodes.list"
         ]
         equal(statuses, [401, 200], f"the statuses of a call whose token is renewed, with {name}")
 

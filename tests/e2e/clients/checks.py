@@ -44,8 +44,8 @@ def _http_status(error):
 
 
 class Client:
-    """One client's part of the run: a name, the cloud, and what it has raised: exceptions by their names, and how many
-    of them stand for each HTTP status.
+    """One client's part of the run: a name, the cloud, and what it has raised: exceptions by their labels, the modules
+    that they are from, and how many of them stand for each HTTP status.
 
     Names of resources carry `tag`, so that a walk can be made again in the same simulator.
     """
@@ -55,6 +55,7 @@ class Client:
         self.cloud = cloud
         self.tag = tag
         self.exceptions = {}
+        self.modules = {}
         self.refused = collections.Counter()
         self._label = label
 
@@ -75,6 +76,7 @@ class Client:
             if text and text not in str(error):
                 raise Unmet(f"{label} without {text!r}: {error}") from error
             self.exceptions[label] = self.exceptions.get(label, 0) + 1
+            self.modules[label] = type(error).__module__
             status = _http_status(error)
             if status:
                 self.refused[status] += 1

@@ -77,7 +77,9 @@ def walk_objects(service, bucket):
     blob.cache_control = "no-store"
     blob.content_language = "pt"
     blob.content_disposition = "attachment"
-    blob.upload_from_string(body, content_type="text/plain", checksum="crc32c", if_generation_match=0)
+    blob.upload_from_string(
+        body, content_type="text/plain", checksum="crc32c", if_generation_match=0
+    )
     service.known("Object", blob)
     first = blob.generation
     raises(
@@ -106,12 +108,16 @@ def walk_objects(service, bucket):
     again.metadata, again.content_type = {"only": "this"}, "text/html"
     again.update()
     fresh = bucket.get_blob(ODD_NAME)
-    equal((fresh.metadata, fresh.content_type), ({"only": "this"}, "text/html"), "what was replaced")
+    equal(
+        (fresh.metadata, fresh.content_type), ({"only": "this"}, "text/html"), "what was replaced"
+    )
     equal(fresh.generation, first, "the generation after changes of the metadata")
     fresh.upload_from_string(b"new", content_type="text/plain")
     check(fresh.generation > first, "a new content has no new generation")
     raises(
-        exceptions.NotFound, bucket.blob(ODD_NAME, generation=first).download_as_bytes, text=str(first)
+        exceptions.NotFound,
+        bucket.blob(ODD_NAME, generation=first).download_as_bytes,
+        text=str(first),
     )
     wrong = bucket.blob("wrong-hash")
     wrong.md5_hash = "AAAAAAAAAAAAAAAAAAAAAA=="
@@ -242,7 +248,9 @@ class LosingReader(io.BytesIO):
 
 def walk_credentials(service, bucket):
     """Credentials are not asked for, as by every emulator; those that are sent must be good."""
-    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_only"])
+    credentials, _ = google.auth.default(
+        scopes=["https://www.googleapis.com/auth/devstorage.read_only"]
+    )
     client = storage.Client(credentials=credentials)
     equal(client.get_bucket(bucket.name).name, bucket.name, "the bucket, with credentials")
     answer = requests.get(
@@ -254,7 +262,9 @@ def walk_credentials(service, bucket):
 
 
 def walk_faults(client):
-    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_only"])
+    credentials, _ = google.auth.default(
+        scopes=["https://www.googleapis.com/auth/devstorage.read_only"]
+    )
     service = storage.Client(credentials=credentials)
     name = client.called("faulty")
     bucket = service.create_bucket(name)
@@ -282,7 +292,9 @@ def walk_faults(client):
     client.cloud.fault(kind="truncate", method="storage.objects.get")
     equal(len(bucket.blob("a").download_as_bytes()), 1000000, "a download that was cut once")
     # What does not pass in time is told.
-    client.cloud.fault(kind="error", method="storage.buckets.list", status="UNAVAILABLE", probability=1)
+    client.cloud.fault(
+        kind="error", method="storage.buckets.list", status="UNAVAILABLE", probability=1
+    )
     hurried = DEFAULT_RETRY.with_delay(0.05, 0.1, 2).with_timeout(0.3)
     client.raises(exceptions.RetryError, lambda: list(service.list_buckets(retry=hurried)))
     client.cloud.clear_faults()

@@ -7,6 +7,8 @@ Its answers are parsed into protocol buffers: a field of another shape, an enum 
 import json
 
 import requests
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from google.api_core import exceptions
 from google.api_core.client_options import ClientOptions
 from google.api_core.future import polling
@@ -250,9 +252,6 @@ def walk_operations(client, tpu):
 
 def stranger(cloud):
     """Credentials that are signed with a key that the service account does not have."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
-
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     with open(cloud.env["GOOGLE_APPLICATION_CREDENTIALS"], encoding="ascii") as file:
         info = json.load(file)
@@ -405,7 +404,7 @@ def walk_nodes_that_fail(client, tpu):
         full = f"{cloud.parent}/nodes/{name}"
         done(tpu.create_node(parent=cloud.parent, node_id=name, node=node))
         cloud.control("POST", f"nodes/{name}:{action}", {"notice": 0})
-        eventually(f"{name} is {state.name}", lambda: tpu.get_node(name=full).state == state)
+        eventually(f"{name} is {state.name}", lambda: tpu.get_node(name=full).state == state)  # noqa: B023
         client.raises(
             exceptions.BadRequest,
             tpu.stop_node,

@@ -103,16 +103,16 @@ def walk_tier(curl, name, tier, number_in_parent):
 def delete(curl, full):
     status, operation = curl.run("DELETE", f"v2alpha1/{full}", query=["force=true"])
     equal(status, 200, f"the status of the delete: {operation}")
-    eventually(
-        f"{full} is gone", lambda: curl.run("GET", f"v2alpha1/{full}")[0] == 404, every=0.2
-    )
+    eventually(f"{full} is gone", lambda: curl.run("GET", f"v2alpha1/{full}")[0] == 404, every=0.2)
 
 
 def cloud_number(cloud):
     """The project's number, as a worker would read it from the metadata server."""
     done = subprocess.run(
         ["curl", "-sS", "--max-time", "30", "-H", "Metadata-Flavor: Google"]
-        + [f"http://{cloud.env['GCE_METADATA_HOST']}/computeMetadata/v1/project/numeric-project-id"],
+        + [
+            f"http://{cloud.env['GCE_METADATA_HOST']}/computeMetadata/v1/project/numeric-project-id"
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -141,7 +141,9 @@ def walk_refusals(curl, name):
     without_comma = json.dumps(body(cloud.parent, name)).replace('"], "metadata"', '"] "metadata"')
     refused(400, "Invalid JSON payload received", without_comma)
     version_2 = body(cloud.parent, name)
-    refused(400, 'Unknown name "multi_node_params"', version_2, where=target.replace("v2alpha1", "v2"))
+    refused(
+        400, 'Unknown name "multi_node_params"', version_2, where=target.replace("v2alpha1", "v2")
+    )
     refused(401, "invalid authentication credentials", body(cloud.parent, name), token="ya29.none")
     refused(404, "not found", None, verb="PUT")
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 
+import faults
 from checks import Client, Unmet, check
 from simulator import Simulator
 
@@ -39,30 +40,27 @@ PACKAGES = (
     "requests",
 )
 
-# A client: its name, its module, the walks that it makes with their arguments, whether it is an API's client.
-# `short` leaves out what another version of the same client walks anyway.
-Part = collections.namedtuple("Part", "name module walks short api")
+# A client: its name, its module, the walks that it makes with their arguments, and, of an API's client, the packages
+# whose exceptions are its own.
+Part = collections.namedtuple("Part", "name module walks packages", defaults=((),))
 
 PARTS = (
-    Part("google-cloud-tpu", "cloud_tpu", [("walk",), ("walk_faults",)], None, True),
-    Part(
-        "google-api-python-client v2",
-        "api_client",
-        [("walk", "v2"), ("walk_failing_calls", "v2"), ("walk_failing_queue", "v2")],
-        [("walk", "v2"), ("walk_failing_calls", "v2")],
-        True,
+    Part("google-cloud-tpu", "cloud_tpu", [("walk",), ("walk_faults",)], ("google.api_core",)),
+    *(
+        Part(
+            f"google-api-python-client {version}",
+            "api_client",
+            [("walk", version), ("walk_failing_calls", version), ("walk_failing_queue", version)],
+            ("googleapiclient",),
+        )
+        for version in ("v2", "v2alpha1")
     ),
     Part(
-        "google-api-python-client v2alpha1",
-        "api_client",
-        [("walk", "v2alpha1"), ("walk_failing_calls", "v2alpha1"), ("walk_failing_queue", "v2alpha1")],
-        [("walk", "v2alpha1"), ("walk_failing_queue", "v2alpha1")],
-        True,
+        "google-cloud-storage", "cloud_storage", [("walk",), ("walk_faults",)], ("google.api_core",)
     ),
-    Part("google-cloud-storage", "cloud_storage", [("walk",), ("walk_faults",)], None, True),
-    Part("google-auth", "auth", [("walk",)], None, False),
-    Part("curl", "curl", [("walk",)], None, False),
-    Part("paramiko", "ssh", [("walk",)], None, False),
+    Part("google-auth", "auth", [("walk",)]),
+    Part("curl", "curl", [("walk",)]),
+    Part("paramiko", "ssh", [("walk",)]),
 )
 
 TYPE = "type.googleapis.com/google.cloud.tpu."
@@ -149,8 +147,7 @@ def say(text):
 def set_environment(cloud, directory):
     """Nothing of the user's own accounts, settings or proxies; then what the simulator prints."""
     for name in list(os.environ):
-        upper = name.upper()
-        if upper.startswith(("GOOGLE_", "GCE_", "CLOUDSDK_", "GCLOUD_")) or upper.endswith("_PROXY"):
+        if re.match("GOOGLE_|GCE_|CLOUDSDK_|GCLOUD_", name) or name.lower().endswith("_proxy"):
             del os.environ[name]
     os.environ.update(cloud.env)
     os.environ["HOME"] = os.environ["CLOUDSDK_CONFIG"] = directory
@@ -186,10 +183,12 @@ def account(part, client, log):
             statuses[status] >= count,
             f"{count} exceptions for status {status}, of which the server sent {statuses[status]}",
         )
-    if part.api:
+    if part.packages:
         check(len(answered) >= METHODS, f"only {len(answered)} methods: {sorted(answered)}")
-        kinds = sorted(client.exceptions)
-        check(len(kinds) >= EXCEPTIONS, f"only {len(kinds)} classes of exceptions: {kinds}")
+        own = [
+            label for label, module in client.modules.items() if module.startswith(part.packages)
+        ]
+        check(len(own) >= EXCEPTIONS, f"only {len(own)} classes of its own exceptions: {own}")
     return {
         "calls": sum(methods.values()),
         "methods": dict(sorted(methods.items())),
@@ -202,9 +201,8 @@ def account(part, client, log):
 class Run:
     """The outcome of the run."""
 
-    def __init__(self, cloud, short):
+    def __init__(self, cloud):
         self.cloud = cloud
-        self.short = short
         self.failures = []
         self.clients = {}
         self.sabotages = {}
@@ -227,7 +225,7 @@ class Run:
             before = self.cloud.mark()
             client = new_client(part, self.cloud, "walk")
             try:
-                make_walks((self.short and part.short) or part.walks, part, client)
+                make_walks(part.walks, part, client)
             except Exception:
                 say("the last of what the simulator was asked:")
                 for entry in self.cloud.requests(before)[-8:]:
@@ -240,9 +238,9 @@ class Run:
 
     def coverage(self):
         """Every kind of fault has made a client raise an exception."""
-        import faults
-
-        missing = faults.known(self.cloud) - {"alter"} - faults.struck  # "alter" is for the sabotages
+        missing = (
+            faults.known(self.cloud) - {"alter"} - faults.struck
+        )  # "alter" is for the sabotages
         check(not missing, f"no client has raised an exception for: {', '.join(sorted(missing))}")
         return sorted(faults.struck)
 
@@ -276,9 +274,9 @@ def versions():
     return found
 
 
-def everything(cloud, chosen, short):
+def everything(cloud, chosen):
     """The whole run, or the clients that were chosen."""
-    run = Run(cloud, short)
+    run = Run(cloud)
     for part in chosen:
         run.walk(part)
     struck = None
@@ -293,7 +291,7 @@ def everything(cloud, chosen, short):
 
 def sabotaged(cloud, name):
     """The run of the client that has to notice, with the field altered: it fails."""
-    run, plan = Run(cloud, True), SABOTAGES[name]
+    run, plan = Run(cloud), SABOTAGES[name]
     cloud.fault(kind="alter", method=plan.method, field=plan.field, probability=1, **plan.value)
     run.walk(next(part for part in PARTS if part.name == plan.part))
     return run, None
@@ -331,7 +329,6 @@ def main():
         signal.signal(number, stop)
     signal.alarm(LIMIT)
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it tells what it also raises
-    short = os.environ.get("CIRANDA_SHORT") == "1"
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ciranda-clients-") as directory:
         cloud = Simulator(options.binary, *SIMULATOR)
@@ -340,7 +337,7 @@ def main():
             if options.sabotage:
                 run, struck = sabotaged(cloud, options.sabotage)
             else:
-                run, struck = everything(cloud, options.parts, short)
+                run, struck = everything(cloud, options.parts)
         finally:
             cloud.close()
     report = {

@@ -51,7 +51,9 @@ class Simulator:
             try:
                 line = lines.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
-                raise RuntimeError(f"`ciranda sim` was not ready after {START_DEADLINE} s") from None
+                raise RuntimeError(
+                    f"`ciranda sim` was not ready after {START_DEADLINE} s"
+                ) from None
             if line is None:
                 raise RuntimeError(f"`ciranda sim` ended with status {self.process.wait()}")
             if line == "ready":
