@@ -134,6 +134,14 @@ local function run_command(context, fleet)
       if files then
         files[worker]:write(bytes)
       end
+      if screen:is_gone() and not files then
+        -- As with `| head`: a command whose output nobody reads is ended.
+        err.raise({
+          code = "failed",
+          phase = "exec",
+          message = "nobody reads its output any more, so it was stopped",
+        })
+      end
       if context.json or (name == "stdout" and not one and not flags.live) then
         local pieces = kept[worker][name]
         pieces[#pieces + 1] = bytes

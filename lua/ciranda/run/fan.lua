@@ -21,8 +21,8 @@ local LAST_WORDS = 1
 
 local STATUS = { SIGINT = 130, SIGTERM = 143 }
 
---- Failures that are about a file and not about a worker.
-local FILES = { "not_found", "permission", "invalid", "exists", "no_space" }
+--- Failures that are about a file, or of this side, and not about a worker.
+local FILES = { "not_found", "permission", "invalid", "exists", "no_space", "failed" }
 
 --- Ends every process with the mark: TERM, a grace, KILL.
 local STOP = [[
@@ -86,7 +86,7 @@ end
 ---@param problem ciranda.Error
 ---@return ciranda.Error
 local function nameless(problem)
-  if problem.phase == "exec" then
+  if problem.phase == "exec" and problem.code == "timeout" then
     return err.new({ code = "timeout", phase = "exec", message = "it had not ended in time and was stopped" })
   end
   local text =
@@ -249,7 +249,7 @@ function M.conclude(done, progress)
   if not first then
     return { status = 0, kind = "done" }
   end
-  if first.err and first.err.phase == "exec" then
+  if first.err and first.err.phase == "exec" and first.err.code == "timeout" then
     return { status = 124, kind = "deadline", message = "deadline: a command took too long, exit status 124" }
   end
   local status = done.results:status()

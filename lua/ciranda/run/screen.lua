@@ -9,8 +9,10 @@ local M = {}
 
 --- Seconds between two looks at which lines are ready.
 local TICK = 0.1
---- Bytes of ready lines that may wait to be written.
-local LIMIT = 1048576
+--- Bytes of ready lines that may wait to be written, and bytes taken at once.
+local LIMIT, PIECE = 1048576, 4096
+--- Bytes between two looks at which lines are ready that are a flood.
+local FLOOD = 8192
 
 ---@class ciranda.run.Screen
 ---@field private output ciranda.run.Output
@@ -25,7 +27,14 @@ Screen.__index = Screen
 ---@return ciranda.run.Screen to be closed
 function M.new(descriptor)
   local screen = setmetatable(
-    { output = output.new(descriptor), ready = {}, waiting = 0, room = task.event(), ending = task.event() },
+    {
+      output = output.new(descriptor),
+      ready = {},
+      waiting = 0,
+      fed = 0,
+      room = task.event(),
+      ending = task.event(),
+    },
     Screen
   )
   screen.view = view.new({
@@ -53,9 +62,19 @@ end
 ---@param worker ciranda.Worker
 ---@param bytes string
 function Screen:feed(worker, bytes)
-  self.view:feed(worker, bytes)
-  while self.waiting > LIMIT do
-    self.room:wait()
+  for from = 1, #bytes, PIECE do
+    local piece = bytes:sub(from, from + PIECE - 1)
+    self.view:feed(worker, piece)
+    self.fed = self.fed + #piece
+    if self.fed > FLOOD then
+      -- Lines that come this fast do not wait for their equals: folding thousands at once would hold up the loop.
+      self.view:flush(true)
+      self.fed = 0
+      task.yield()
+    end
+    while self.waiting > LIMIT do
+      self.room:wait()
+    end
   end
 end
 
@@ -63,8 +82,11 @@ end
 ---@async
 ---@param bytes string
 function Screen:raw(bytes)
-  self.output:write(bytes)
-  self.output:flush()
+  -- In pieces: the output makes whoever hands it more than it holds wait for a flush.
+  for from = 1, #bytes, PIECE do
+    self.output:write(bytes:sub(from, from + PIECE - 1))
+    self.output:flush()
+  end
 end
 
 --- A worker has ended.
@@ -77,10 +99,7 @@ end
 function Screen:write_ready()
   local text = table.concat(self.ready)
   self.ready, self.waiting = {}, 0
-  if text ~= "" then
-    self.output:write(text)
-  end
-  self.output:flush()
+  self:raw(text)
   self.room:set()
   self.room = task.event()
 end
@@ -99,9 +118,16 @@ function Screen:start(scope)
         end,
       })
       self.view:flush()
+      self.fed = 0
       self:write_ready()
     end
   end)
+end
+
+--- Has whoever read this gone, so that nothing is shown any more?
+---@return boolean
+function Screen:is_gone()
+  return self.output.gone
 end
 
 --- Shows what still waits, and gives the descriptor back.

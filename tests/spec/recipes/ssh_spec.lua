@@ -153,12 +153,15 @@ describe("ssh", function()
       "ssh",
       "job",
       "--worker=all",
-      "--command=echo up >&2; case $(hostname) in *w-1) exit 0;; esac; sleep 4711; echo no"
+      "--command=case $(hostname) in *w-1) echo up >&2; exit 0;; esac; sleep 4711; echo no"
     )
-    wait_for(running.errors, "worker%[0%-3%]: up")
+    wait_for(function()
+      return "sleeping: " .. support.processes("sleep", "4711")
+    end, "sleeping: 3")
+    wait_for(running.errors, "worker1: up") -- which has ended by the time that the signal is there
+    task.sleep(0.5)
     running.program:signal("SIGINT")
     wait_for(running.errors, "3 of 4 still running: slice0/worker%[0,2%-3%]")
-    assert.equal(3, support.processes("sleep", "4711"))
     running.program:signal("SIGINT")
     local result = task.timeout(30, running.wait)
     assert.equal(130, result.code, result.err)
@@ -200,6 +203,28 @@ describe("ssh", function()
       local text = fs.read(("%s/logs/output_slice_0000_worker_%04d.txt"):format(cloud.root, worker))
       assert.matches("input\n", text, 1, true)
       assert.matches("e\n", text, 1, true)
+    end
+  end)
+
+  it("shows floods of lines without loss, and ends what nobody reads", function()
+    local flood = cloud:run("ssh", "job", "--worker=0-1", "--live", "--command=seq 30000")
+    assert.equal(0, flood.code, flood.err)
+    local count = 0
+    for set, line in flood.out:gmatch("([^:\n]+): (%d+)\n") do
+      assert.matches("^slice0/worker", set)
+      count = count + (set:find("[0-1]", 1, true) and 2 or 1)
+      assert.is_truthy(tonumber(line))
+    end
+    assert.equal(60000, count)
+    assert.not_matches("held up", flood.err)
+    for _, workers in ipairs({ "0", "0-1" }) do
+      local argv =
+        cloud:command({ "ssh", "job", "--worker=" .. workers, "--live", "--command=yes unread-4716" })
+      local piped = { "sh", "-c", '"$0" "$@" | head -n 1', table.unpack(argv) }
+      piped.env, piped.timeout = argv.env, 40
+      local program = process.run(piped)
+      assert.matches("unread%-4716\n$", program.stdout)
+      assert.equal(0, support.processes("yes", "unread-4716"))
     end
   end)
 
