@@ -6,6 +6,7 @@
  * Messages are libcurl's own, which name hosts and ports but neither headers nor the URL's query.
  */
 #include "http_client.h"
+#include "options.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -135,51 +136,6 @@ static const char *const KNOWN[] = {"method",
                                     "on_data",
                                     NULL};
 
-/* Raise a misuse for keys of the table at index that no option has. [-0, +0, v] */
-static void check_known(lua_State *L, int index) {
-  lua_pushnil(L);
-  while (lua_next(L, index) != 0) {
-    const char *key = lua_type(L, -2) == LUA_TSTRING ? lua_tostring(L, -2) : NULL;
-    const char *const *known = KNOWN;
-    while (*known != NULL && (key == NULL || strcmp(*known, key) != 0))
-      known++;
-    if (*known == NULL)
-      luaL_error(L, "http.request: unknown option '%s'",
-                 key != NULL ? key : luaL_tolstring(L, -2, NULL));
-    lua_pop(L, 1);
-  }
-}
-
-/* The string option, or NULL. It stays on the stack, so that it lives as long as the call. [-0, +1,
- * v] */
-static const char *string_option(lua_State *L, int index, const char *name) {
-  int type = lua_getfield(L, index, name);
-  if (type == LUA_TNIL)
-    return NULL;
-  if (type != LUA_TSTRING)
-    luaL_error(L, "http.request: option '%s' must be a string, not %s", name, luaL_typename(L, -1));
-  size_t length;
-  const char *text = lua_tolstring(L, -1, &length);
-  if (strlen(text) != length)
-    luaL_error(L, "http.request: option '%s' holds a zero byte", name);
-  return text;
-}
-
-/* The integer option within lowest..highest, or otherwise. [-0, +0, v] */
-static lua_Integer integer_option(lua_State *L, int index, const char *name, lua_Integer lowest,
-                                  lua_Integer highest, lua_Integer otherwise) {
-  lua_Integer value = otherwise;
-  if (lua_getfield(L, index, name) != LUA_TNIL) {
-    int exact;
-    value = lua_tointegerx(L, -1, &exact);
-    if (!exact || value < lowest || value > highest)
-      luaL_error(L, "http.request: option '%s' must be an integer from %I to %I", name, lowest,
-                 highest);
-  }
-  lua_pop(L, 1);
-  return value;
-}
-
 static bool header_is(const char *line, const char *name) {
   size_t length = strlen(name);
   /* NOLINTNEXTLINE(clang-analyzer-core.NonNullParamChecker): luaL_error does not return */
@@ -237,8 +193,8 @@ static void set_headers(lua_State *L, int index, cir_http_request *request) {
 /* The method and the body. [-0, +0, v] */
 static void set_body(lua_State *L, int index, cir_http_request *request) {
   CURL *easy = request->easy;
-  const char *method = string_option(L, index, "method");
-  const char *body_file = string_option(L, index, "body_file");
+  const char *method = cir_string_option(L, index, "method");
+  const char *body_file = cir_string_option(L, index, "body_file");
   int type = lua_getfield(L, index, "body");
   if (type != LUA_TNIL && type != LUA_TSTRING)
     luaL_error(L, "http.request: option 'body' must be a string, not %s", luaL_typename(L, -1));
@@ -249,8 +205,8 @@ static void set_body(lua_State *L, int index, cir_http_request *request) {
   if (method[0] == '\0' || strspn(method, "ABCDEFGHIJKLMNOPQRSTUVWXYZ-") != strlen(method))
     luaL_error(L, "http.request: option 'method' must be a word in capitals, like \"GET\"");
 
-  lua_Integer offset = integer_option(L, index, "body_offset", 0, LLONG_MAX / 2, 0);
-  lua_Integer length = integer_option(L, index, "body_length", 0, LLONG_MAX / 2, -1);
+  lua_Integer offset = cir_integer_option(L, index, "body_offset", 0, LLONG_MAX / 2, 0);
+  lua_Integer length = cir_integer_option(L, index, "body_length", 0, LLONG_MAX / 2, -1);
   bool sends =
       strcmp(method, "POST") == 0 || strcmp(method, "PUT") == 0 || strcmp(method, "PATCH") == 0;
   if (body_file != NULL) {
@@ -278,11 +234,12 @@ static void set_body(lua_State *L, int index, cir_http_request *request) {
 void cir_http_options(lua_State *L, int index, cir_http_request *request) {
   CURL *easy = request->easy;
   int top = lua_gettop(L);
-  check_known(L, index);
+  cir_known_options(L, index, KNOWN);
 
-  const char *url = string_option(L, index, "url");
+  const char *url = cir_string_option(L, index, "url");
   if (url == NULL || (strncasecmp(url, "http://", 7) != 0 && strncasecmp(url, "https://", 8) != 0))
     luaL_error(L, "http.request: option 'url' must be an http:// or https:// URL");
+  /* NOLINTNEXTLINE(clang-analyzer-core.NonNullParamChecker): luaL_error does not return */
   if (url[strcspn(url, " \t\r\n")] != '\0')
     luaL_error(L, "http.request: option 'url' holds white space; percent-encode it");
   bool secure = strncasecmp(url, "https://", 8) == 0;
@@ -313,34 +270,34 @@ void cir_http_options(lua_State *L, int index, cir_http_request *request) {
 
   const lua_Integer longest = 1000L * 3600 * 24 * 7;
   curl_easy_setopt(easy, CURLOPT_TIMEOUT_MS,
-                   (long)integer_option(L, index, "timeout_ms", 1, longest, 0));
+                   (long)cir_integer_option(L, index, "timeout_ms", 1, longest, 0));
   curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS,
-                   (long)integer_option(L, index, "connect_timeout_ms", 1, longest, 0));
-  lua_Integer low_speed_ms = integer_option(L, index, "low_speed_ms", 1, longest, 0);
+                   (long)cir_integer_option(L, index, "connect_timeout_ms", 1, longest, 0));
+  lua_Integer low_speed_ms = cir_integer_option(L, index, "low_speed_ms", 1, longest, 0);
   curl_easy_setopt(easy, CURLOPT_LOW_SPEED_TIME, (long)((low_speed_ms + 999) / 1000));
   curl_easy_setopt(
       easy, CURLOPT_LOW_SPEED_LIMIT,
-      (long)integer_option(L, index, "low_speed_limit", 1, LONG_MAX, low_speed_ms > 0 ? 1 : 0));
+      (long)cir_integer_option(L, index, "low_speed_limit", 1, LONG_MAX, low_speed_ms > 0 ? 1 : 0));
 
-  request->max_body = (size_t)integer_option(L, index, "max_body", 0, LLONG_MAX, 64L << 20);
+  request->max_body = (size_t)cir_integer_option(L, index, "max_body", 0, LLONG_MAX, 64L << 20);
   request->max_head =
-      (size_t)integer_option(L, index, "max_head", 1024, LLONG_MAX, CIR_HTTP_MAX_HEAD);
+      (size_t)cir_integer_option(L, index, "max_head", 1024, LLONG_MAX, CIR_HTTP_MAX_HEAD);
 
   lua_getfield(L, index, "once");
   request->once = lua_toboolean(L, -1);
   curl_easy_setopt(easy, CURLOPT_PREREQFUNCTION, on_curl_send);
   curl_easy_setopt(easy, CURLOPT_PREREQDATA, request);
 
-  const char *proxy = string_option(L, index, "proxy");
+  const char *proxy = cir_string_option(L, index, "proxy");
   curl_easy_setopt(easy, CURLOPT_PROXY, proxy != NULL ? proxy : "");
   curl_easy_setopt(easy, CURLOPT_NOPROXY, "");
-  const char *text = string_option(L, index, "ca_file");
+  const char *text = cir_string_option(L, index, "ca_file");
   if (text != NULL)
     curl_easy_setopt(easy, CURLOPT_CAINFO, text);
-  text = string_option(L, index, "unix_socket");
+  text = cir_string_option(L, index, "unix_socket");
   if (text != NULL)
     curl_easy_setopt(easy, CURLOPT_UNIX_SOCKET_PATH, text);
-  text = string_option(L, index, "accept_encoding");
+  text = cir_string_option(L, index, "accept_encoding");
   if (text != NULL)
     curl_easy_setopt(easy, CURLOPT_ACCEPT_ENCODING, text);
 

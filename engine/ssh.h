@@ -49,6 +49,7 @@
 
 #include "buffer.h"
 #include "callback.h"
+#include "options.h"
 #include "ssh_key.h"
 
 #include <libssh2.h>
@@ -302,18 +303,5 @@ void cir_ssh_session_register(lua_State *L);
 void cir_ssh_operation_register(lua_State *L);
 void cir_ssh_channel_register(lua_State *L);
 void cir_ssh_key_register(lua_State *L);
-
-/* --- options -----------------------------------------------------------------------------------
- */
-
-/* The string option, or NULL; it stays on the stack. No zero byte may be in it. [-0, +1, v] */
-const char *cir_ssh_string_option(lua_State *L, int index, const char *name);
-
-/* The integer option from lowest to highest, or `otherwise`. [-0, +0, v] */
-lua_Integer cir_ssh_integer_option(lua_State *L, int index, const char *name, lua_Integer lowest,
-                                   lua_Integer highest, lua_Integer otherwise);
-
-/* Raise a misuse when the table at index has a key that is not among these. [-0, +0, v] */
-void cir_ssh_known_options(lua_State *L, int index, const char *const *known);
 
 #endif

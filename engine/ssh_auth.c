@@ -202,9 +202,9 @@ int cir_ssh_l_authenticate(lua_State *L) {
   luaL_checktype(L, 2, LUA_TTABLE);
   luaL_checktype(L, 3, LUA_TFUNCTION);
   cir_ssh_check_usable(L, session, false);
-  cir_ssh_known_options(L, 2, known);
-  lua_Integer timeout = cir_ssh_integer_option(L, 2, "timeout", 1, 24 * 3600 * 1000, 0);
-  const char *user = cir_ssh_string_option(L, 2, "user");
+  cir_known_options(L, 2, known);
+  lua_Integer timeout = cir_integer_option(L, 2, "timeout", 1, 24 * 3600 * 1000, 0);
+  const char *user = cir_string_option(L, 2, "user");
   luaL_argcheck(L, user != NULL, 2, "option 'user' is needed");
   lua_getfield(L, 2, "key");
   cir_ssh_key **key = lua_isnil(L, -1) ? NULL : luaL_checkudata(L, -1, CIR_SSH_KEY);

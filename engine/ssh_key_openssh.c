@@ -69,7 +69,7 @@ static bool run_cipher(const char *name, const uint8_t *key, const uint8_t *iv, 
               (tag == NULL || EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_SET_TAG, (int)tag_size,
                                                   (void *)(uintptr_t)tag) == 1) &&
               EVP_DecryptFinal_ex(context, out + written, &rest) == 1 &&
-              (size_t)(written + rest) == size;
+              (size_t)written + (size_t)rest == size;
   EVP_CIPHER_CTX_free(context);
   EVP_CIPHER_free(cipher);
   return good;

@@ -63,10 +63,10 @@ static const char *const OPEN_OPTIONS[] = {"address", "port",    "bind",       "
 /* Choose the transport that the options ask for; raises, or leaves a negative errno. [-0, +0, v] */
 static cir_ssh_transport *open_transport(lua_State *L, cir_runtime *rt, int *error) {
   int top = lua_gettop(L);
-  const char *address = cir_ssh_string_option(L, 1, "address");
-  const char *bind_address = cir_ssh_string_option(L, 1, "bind");
-  int port = (int)cir_ssh_integer_option(L, 1, "port", 1, 65535, 22);
-  int fd = (int)cir_ssh_integer_option(L, 1, "descriptor", 0, INT32_MAX, -1);
+  const char *address = cir_string_option(L, 1, "address");
+  const char *bind_address = cir_string_option(L, 1, "bind");
+  int port = (int)cir_integer_option(L, 1, "port", 1, 65535, 22);
+  int fd = (int)cir_integer_option(L, 1, "descriptor", 0, INT32_MAX, -1);
   bool stream = lua_getfield(L, 1, "write") != LUA_TNIL;
   if ((address != NULL) + (fd >= 0) + stream != 1)
     luaL_error(L, "ssh.open: exactly one of 'address', 'descriptor' and 'write' is needed");
@@ -99,7 +99,7 @@ static void set_methods(lua_State *L, LIBSSH2_SESSION *raw) {
   if (type != LUA_TNIL && type != LUA_TTABLE)
     luaL_error(L, "ssh.open: option 'methods' must be a table of comma-separated lists");
   for (size_t i = 0; i < sizeof kinds / sizeof kinds[0] && type == LUA_TTABLE; i++) {
-    const char *list = cir_ssh_string_option(L, lua_gettop(L), kinds[i].name);
+    const char *list = cir_string_option(L, lua_gettop(L), kinds[i].name);
     if (list != NULL &&
         (libssh2_session_method_pref(raw, kinds[i].first, list) != 0 ||
          (kinds[i].second >= 0 && libssh2_session_method_pref(raw, kinds[i].second, list) != 0)))
@@ -138,11 +138,11 @@ int cir_ssh_l_open(lua_State *L) {
   luaL_checktype(L, 1, LUA_TTABLE);
   luaL_checktype(L, 2, LUA_TFUNCTION);
   lua_settop(L, 2);
-  cir_ssh_known_options(L, 1, OPEN_OPTIONS);
+  cir_known_options(L, 1, OPEN_OPTIONS);
   const lua_Integer day = 24 * 3600 * 1000;
-  lua_Integer connect_ms = cir_ssh_integer_option(L, 1, "connect_ms", 1, day, 0);
-  lua_Integer banner_ms = cir_ssh_integer_option(L, 1, "banner_ms", 1, day, 0);
-  lua_Integer kex_ms = cir_ssh_integer_option(L, 1, "kex_ms", 1, day, 0);
+  lua_Integer connect_ms = cir_integer_option(L, 1, "connect_ms", 1, day, 0);
+  lua_Integer banner_ms = cir_integer_option(L, 1, "banner_ms", 1, day, 0);
+  lua_Integer kex_ms = cir_integer_option(L, 1, "kex_ms", 1, day, 0);
 
   cir_runtime *rt = cir_runtime_of(L);
   if (!cir_ssh_module_begin(rt))
@@ -159,6 +159,7 @@ int cir_ssh_l_open(lua_State *L) {
   opening *self = calloc(1, sizeof *self);
   if (self == NULL)
     luaL_error(L, "ssh.open: out of memory");
+  /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference): luaL_error does not return */
   self->base.kind = &OPENING;
   self->base.timeout = (uint64_t)connect_ms;
   self->banner_ms = (uint64_t)banner_ms;

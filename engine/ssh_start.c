@@ -265,12 +265,11 @@ int cir_ssh_l_exec(lua_State *L) {
   luaL_checktype(L, 3, LUA_TFUNCTION);
   lua_settop(L, 3);
   cir_ssh_check_usable(L, session, true);
-  cir_ssh_known_options(L, 2, known);
-  uint64_t timeout = (uint64_t)cir_ssh_integer_option(L, 2, "timeout", 1, 24 * 3600 * 1000, 0);
-  int columns = (int)cir_ssh_integer_option(L, 2, "columns", 1, 10000, 80);
-  int rows = (int)cir_ssh_integer_option(L, 2, "rows", 1, 10000, 24);
-  unsigned window =
-      (unsigned)cir_ssh_integer_option(L, 2, "window", PACKET, 64 * 1024 * 1024, WINDOW);
+  cir_known_options(L, 2, known);
+  uint64_t timeout = (uint64_t)cir_integer_option(L, 2, "timeout", 1, 24 * 3600 * 1000, 0);
+  int columns = (int)cir_integer_option(L, 2, "columns", 1, 10000, 80);
+  int rows = (int)cir_integer_option(L, 2, "rows", 1, 10000, 24);
+  unsigned window = (unsigned)cir_integer_option(L, 2, "window", PACKET, 64 * 1024 * 1024, WINDOW);
   bool command = lua_getfield(L, 2, "command") == LUA_TSTRING; /* 4 */
   bool subsystem = lua_getfield(L, 2, "subsystem") == LUA_TSTRING;
   lua_getfield(L, 2, "shell");
@@ -279,7 +278,7 @@ int cir_ssh_l_exec(lua_State *L) {
     return luaL_error(L,
                       "session:exec: exactly one of 'command', 'subsystem' and 'shell' is needed");
   int environment = lua_getfield(L, 2, "env"); /* 7 */
-  const char *terminal = cir_ssh_string_option(L, 2, "term");
+  const char *terminal = cir_string_option(L, 2, "term");
 
   start *self = new_start(L, session, timeout);
   const char *wrong = NULL;
@@ -306,10 +305,10 @@ int cir_ssh_l_tunnel(lua_State *L) {
   luaL_checktype(L, 3, LUA_TFUNCTION);
   lua_settop(L, 3);
   cir_ssh_check_usable(L, session, true);
-  cir_ssh_known_options(L, 2, known);
-  uint64_t timeout = (uint64_t)cir_ssh_integer_option(L, 2, "timeout", 1, 24 * 3600 * 1000, 0);
-  int port = (int)cir_ssh_integer_option(L, 2, "port", 1, 65535, 0);
-  const char *host = cir_ssh_string_option(L, 2, "host");
+  cir_known_options(L, 2, known);
+  uint64_t timeout = (uint64_t)cir_integer_option(L, 2, "timeout", 1, 24 * 3600 * 1000, 0);
+  int port = (int)cir_integer_option(L, 2, "port", 1, 65535, 0);
+  const char *host = cir_string_option(L, 2, "host");
   luaL_argcheck(L, host != NULL && port > 0, 2, "options 'host' and 'port' are needed");
   start *self = new_start(L, session, timeout);
   self->port = port;
