@@ -1,5 +1,5 @@
---- One field of an answer made to be what it should not be: a number where a string belongs, a page without its
---- continuation. Tests of clients, and tests of those tests, ask for it.
+--- One field of an answer made to be what it should not be: a number where a string belongs, a page without
+--- its continuation. Tests of clients, and tests of those tests, ask for it.
 
 local json = require("ciranda.io.json")
 
@@ -32,9 +32,9 @@ local function set(container, steps, at, value)
   end
 end
 
---- Set a field of an answer, or take it out. An answer that does not have the message around the field stays as it is.
+--- Set a field of an answer, or take it out. An answer without the message around the field stays as it is.
 ---@param text string JSON
----@param path string names with dots between them, "nodes.*.id"; "*" stands for every element of a list or an object
+---@param path string names with dots between them, "nodes.*.id"; "*" is every element of a list or an object
 ---@param value any nil takes the field out
 ---@return string text JSON
 function M.apply(text, path, value)

@@ -1,7 +1,7 @@
---- Batches: several calls in the parts of one multipart/mixed request, as Google's libraries send them to /batch.
+--- Batches: several calls in the parts of one multipart/mixed request, as Google's libraries send them.
 --
--- Each part is a request of HTTP/1.1 in text, with an id that its answer repeats behind "response-". Credentials of the
--- whole go for every part that has none of its own.
+-- Each part is a request of HTTP/1.1 in text, with an id that its answer repeats behind "response-". The
+-- credentials of the whole go for every part that has none of its own.
 
 local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.sim.errors")

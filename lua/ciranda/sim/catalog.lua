@@ -52,8 +52,8 @@ local RUNTIMES = {
   "v2-alpha-tpuv6e",
 }
 
--- Generations that this API does not offer: Google sells them through GKE alone. The public discovery documents have no
--- names for them, so that a client made from those could not read a list with them in it.
+-- Generations that this API does not offer: Google sells them through GKE alone. The public discovery documents
+-- have no names for them, so that a client made from those could not read a list with them in it.
 local GKE_ONLY = { tpu7x = true }
 
 -- /dev/accelN up to v4, one number of a VFIO group from v5e on (read by tpu-info).
@@ -109,8 +109,8 @@ local function sorted(list)
 end
 
 --- The catalogue of a simulated project.
----@param options { zones: string[]?, runtimes: string[]?, types: table<string, string[]>?, extra_types: string[]? }?
----  `types` says what a zone has; a zone without an entry has what Google offers by this API, and `extra_types`
+---@param options table? zones: string[]?, runtimes: string[]?, types: table<string, string[]>?, what a zone has;
+---  a zone without an entry has what Google offers by this API, and extra_types: string[]?
 ---@return ciranda.sim.Catalog
 function M.new(options)
   options = options or {}

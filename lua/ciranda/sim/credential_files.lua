@@ -1,5 +1,5 @@
---- Files of credentials for the simulated project, one of each kind that Google's libraries read. Whatever a client
---- exchanges them for is exchanged at the simulator.
+--- Files of credentials for the simulated project, of each kind that Google's libraries read. Whatever a
+--- client exchanges them for is exchanged at the simulator.
 
 local errors = require("ciranda.sim.errors")
 local json = require("ciranda.io.json")

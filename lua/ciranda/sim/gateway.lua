@@ -20,7 +20,7 @@ local HANG = 3600
 ---@field services table[] each with `serves(path)` and `handle(request)` -> answer, fault?, which sets
 ---  `request.called` to the id of the method that is called
 
--- A body that is written by a function, cut in the middle: the connection ends before the length that was promised.
+-- A body that is written by a function, cut in the middle: the connection ends before the promised length.
 local function cut_short(body, length)
   return function(write)
     local left = length // 2

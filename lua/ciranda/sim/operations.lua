@@ -135,8 +135,8 @@ function Operations:delete(name)
   self.by_name[name] = nil
 end
 
---- The Operation message, in the version that is asked whatever the version that began it: a client knows the types of
---- its own version only, and one operation that it cannot read would spoil the whole list.
+--- The Operation message, in the version that is asked whatever the version that began it: a client knows the
+--- types of its own version only, and one operation that it cannot read would spoil the whole list.
 ---@param operation ciranda.sim.Operation
 ---@param schema ciranda.sim.Schema of the version that is asked
 ---@param write fun(schema: ciranda.sim.Schema, message: string, value: table): table makes the response's JSON

@@ -37,7 +37,7 @@ local function without_secrets(target)
 end
 
 --- Add a request.
----@param request { method: string, target: string, headers: table, called: string? } `called` is the method's id
+---@param request { method: string, target: string, headers: table, called: string? } `called`: the method's id
 ---@param status integer?
 ---@param fault string?
 function RequestLog:add(request, status, fault)

@@ -90,8 +90,9 @@ function Service:new_path()
   return ("%s/%d"):format(self.directory, self.last_file)
 end
 
--- The bytes of objects stay while somebody reads them, even when one is replaced or deleted meanwhile. What this
--- returns is closed when the reading has ended; an answer that is never begun leaves the bytes to the simulator's end.
+-- The bytes of objects stay while somebody reads them, even when one is replaced or deleted meanwhile. What
+-- this returns is closed when the reading has ended; an answer that is never begun leaves the bytes to the
+-- simulator's end.
 local function hold(list)
   for _, object in ipairs(list) do
     object.holds = object.holds + 1

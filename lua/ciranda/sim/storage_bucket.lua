@@ -1,7 +1,8 @@
 --- Buckets of the simulated Cloud Storage: their names, what a client may say of them, their messages.
 --
--- What has no effect here (lifecycle rules, access, soft deletion) is kept and shown as it was said, since clients read
--- back what they have set. Versions of objects are refused: a client that relied on them would lose data.
+-- What has no effect here (lifecycle rules, access, soft deletion) is kept and shown as it was said, since
+-- clients read back what they have set. Versions of objects are refused: a client that relied on them would
+-- lose data.
 
 local crypto = require("ciranda.io.crypto")
 local json = require("ciranda.io.json")

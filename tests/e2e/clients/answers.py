@@ -1,8 +1,8 @@
 """Answers in JSON, checked against a discovery document that the client brought along.
 
-What is checked is proto3 JSON as Google's services write it: no field that the document does not have, 64-bit integers
-as strings, times in UTC, enums by name, `@type` of a message that the document knows, and no field that holds its
-default.
+What is checked is proto3 JSON as Google's services write it: no field that the document does not
+have, 64-bit integers as strings, times in UTC, enums by name, `@type` of a message that the
+document knows, and no field that holds its default.
 """
 
 import re

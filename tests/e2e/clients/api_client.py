@@ -1,7 +1,7 @@
-"""google-api-python-client, built from the discovery documents in its own package, for both versions of the TPU API.
+"""google-api-python-client, built from the discovery documents in its own package, for both versions.
 
-It returns decoded JSON as it came; every answer is checked against the same discovery document. It asks for enums as
-names.
+It returns decoded JSON as it came; every answer is checked against the same discovery document. It
+asks for enums as names.
 """
 
 import http.client
@@ -32,7 +32,7 @@ OPERATION = re.compile(
 
 
 def label(error):
-    """An exception's name; one class stands for every status here, so that the canonical code is part of it."""
+    """An exception's name, and the canonical code: one class stands for every status here."""
     name = type(error).__name__
     if isinstance(error, errors.HttpError):
         return f"{name} {json.loads(error.content)['error']['status']}"

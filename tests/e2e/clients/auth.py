@@ -1,4 +1,5 @@
-"""google-auth: every kind of credentials that can be pointed at endpoints of one's own, and what each is refused with.
+"""google-auth: every kind of credentials that can be pointed at endpoints of one's own, and how
+each is refused.
 
 Credentials are proven by a call: a token that the simulator did not give is refused there.
 """

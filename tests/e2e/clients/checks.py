@@ -44,8 +44,8 @@ def _http_status(error):
 
 
 class Client:
-    """One client's part of the run: a name, the cloud, and what it has raised: exceptions by their labels, the modules
-    that they are from, and how many of them stand for each HTTP status.
+    """One client's part of the run: a name, the cloud, and what it has raised: exceptions by their
+    labels, the modules that they are from, and how many of them stand for each HTTP status.
 
     Names of resources carry `tag`, so that a walk can be made again in the same simulator.
     """
@@ -64,7 +64,9 @@ class Client:
         return f"{name}-{self.tag}"
 
     def raises(self, expected, call, *arguments, text=None, **options):
-        """Call, and return the exception: exactly of the class `expected`, or one of several, with `text` in it."""
+        """Call, and return the exception: exactly of the class `expected`, or one of several, and
+        with `text` in it.
+        """
         classes = expected if isinstance(expected, tuple) else (expected,)
         wanted = " or ".join(each.__name__ for each in classes)
         try:

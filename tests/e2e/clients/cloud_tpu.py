@@ -1,7 +1,7 @@
 """google-cloud-tpu, version 2 of the API over its REST transport. It asks for enums as numbers.
 
-Its answers are parsed into protocol buffers: a field of another shape, an enum without a number and an operation whose
-`@type` nobody knows are errors of its own.
+Its answers are parsed into protocol buffers: an operation whose `@type` nobody knows, a time that is
+none and the like are errors of its own.
 """
 
 import json

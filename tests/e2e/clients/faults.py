@@ -1,4 +1,5 @@
-"""What a client raises when something goes wrong, and whether all that can go wrong has made one raise something.
+"""What a client raises when something goes wrong, and whether all that can go wrong has made one
+raise something.
 
 `struck` has what has: at the end of the run that must be everything that the simulator names.
 """

@@ -40,8 +40,8 @@ PACKAGES = (
     "requests",
 )
 
-# A client: its name, its module, the walks that it makes with their arguments, and, of an API's client, the packages
-# whose exceptions are its own.
+# A client: its name, its module, the walks that it makes with their arguments, and, of an API's
+# client, the packages whose exceptions are its own.
 Part = collections.namedtuple("Part", "name module walks packages", defaults=((),))
 
 PARTS = (
@@ -65,8 +65,8 @@ PARTS = (
 
 TYPE = "type.googleapis.com/google.cloud.tpu."
 
-# A sabotage: the client that has to notice, the field of the answers to a method, its value there (none: it is
-# missing), and what the client's walk says then.
+# A sabotage: the client that has to notice, the field of the answers to a method, its value there
+# (none: it is missing), and what the client's walk says then.
 Sabotage = collections.namedtuple("Sabotage", "part method field value text", defaults=(None,))
 
 SABOTAGES = {
