@@ -178,13 +178,16 @@ function M.help(recipe_name, recipe)
   return parser_of(recipe_name, recipe):get_help()
 end
 
---- Rewrites the short forms ("-dd 4", "-dd=4", "-b4") to the long ones: argparse reads "-dd" as "-d d".
+--- Rewrites the short forms ("-dd 4", "-dd=4", "-b4") to the long ones: argparse reads "-dd" as "-d d". A boolean that
+--- stands before a word which is none ("--recurse DIRECTORY") gets its value, or it would take that word.
 local function expand_short(flags, words)
-  local long = {}
+  local long, boolean, has_positional = {}, {}, false
   for _, flag in ipairs(flags) do
     if flag.short then
       long[flag.short] = "--" .. flag.name
     end
+    boolean["--" .. flag.name] = flag.type == "boolean"
+    has_positional = has_positional or flag.positional
   end
   local out = {}
   for i, word in ipairs(words) do
@@ -201,6 +204,16 @@ local function expand_short(flags, words)
       out[#out] = out[#out] .. "=" .. word -- a negative number: no flag begins with a digit
     else
       table.insert(out, word)
+    end
+    local following = words[i + 1] and words[i + 1]:lower()
+    if
+      has_positional
+      and boolean[out[#out]]
+      and following
+      and TRUE[following] == nil
+      and FALSE[following] == nil
+    then
+      out[#out] = out[#out] .. "=true"
     end
   end
   return out

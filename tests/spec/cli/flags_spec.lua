@@ -43,6 +43,27 @@ describe("flags", function()
     assert.is_nil(values.RATE)
   end)
 
+  it("leave the word after a lone boolean to the arguments that go by place", function()
+    local recipe = {
+      flags = {
+        { name = "PATHS", positional = true, many = true },
+        { name = "deep", type = "boolean", default = false },
+        { name = "at", type = "integer" },
+      },
+    }
+    for _, words in ipairs({
+      { "--deep", "a", "b" },
+      { "--deep", "true", "a", "b" },
+      { "a", "--deep", "--at=1", "b" },
+      { "a", "b", "--deep" },
+    }) do
+      local values = flags.parse("thing", recipe, words)
+      assert.same({ "a", "b" }, values.PATHS)
+      assert.is_true(values.deep)
+    end
+    assert.is_false(flags.parse("thing", recipe, { "--deep", "no", "a" }).deep)
+  end)
+
   it("take booleans as people write them, and refuse the rest", function()
     for word, value in pairs {
       ["true"] = true,

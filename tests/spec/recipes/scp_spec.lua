@@ -57,7 +57,7 @@ describe("scp", function()
     assert.equal(2, refused.code)
     assert.matches("pkg is a directory; add --recurse", refused.err, 1, true)
     for _, path in ipairs({ "new", "new/pkg" }) do
-      local result = cloud:run("scp", "pkg", "job:new", "--recurse", "--worker=all")
+      local result = cloud:run("scp", "--worker=all", "--recurse", "pkg", "job:new")
       assert.equal(0, result.code, result.err)
       local said = on_workers(("cat %s/mod.py; readlink %s/link.py"):format(path, path))
       assert.matches("(4)\n---------------\nx = 1\nmod.py\n", said, 1, true)
