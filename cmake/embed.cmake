@@ -1,12 +1,12 @@
 # embed.cmake - makes a C file of the Lua modules (and the guard) for engine/embedded.h.
 #
-#   cmake -DOUTPUT=embedded_data.c -DMODULES=list [-DGUARD=file] -P embed.cmake
+#   cmake -DOUTPUT=embedded_data.c -DLUADUMP=program -DMODULES=list [-DGUARD=file] -P embed.cmake
 #
 # `list` is a file of lines "name path file": the module's name, the chunk's name and the file to read. A blank parts them
 # because it sorts before '.', so that sorted lines are sorted names, as engine/embedded.c searches them.
 #
-# Sources are embedded whole, not stripped, so that line numbers in tracebacks hold, and compressed with gzip: the text
-# of all modules is several times as large as the code.
+# Modules are compiled by LUADUMP (cmake/luadump.c), not stripped, so that line numbers and names in tracebacks hold, and
+# compressed with gzip: all of them together are several times as large as the code in C.
 cmake_policy(VERSION 3.20)
 
 function(bytes_of file out)
@@ -37,8 +37,12 @@ foreach(line IN LISTS MODULE_LINES)
     message(FATAL_ERROR "embed.cmake: the module ${name} is there twice")
   endif()
   list(APPEND names "${name}")
-  bytes_of("${file}" bytes)
-  file(SIZE "${file}" size)
+  execute_process(COMMAND "${LUADUMP}" "${file}" "@${path}" "${OUTPUT}.luac" RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "embed.cmake: ${file} cannot be compiled")
+  endif()
+  bytes_of("${OUTPUT}.luac" bytes)
+  file(SIZE "${OUTPUT}.luac" size)
   string(APPEND arrays "static const unsigned char m${count}[] = {${bytes}0};\n")
   string(APPEND rows "    {\"${name}\", \"${path}\", {m${count}, sizeof m${count} - 1, ${size}}},\n")
   math(EXPR count "${count} + 1")
@@ -51,6 +55,7 @@ if(GUARD)
   file(SIZE "${GUARD}" guard_size)
 endif()
 
+file(REMOVE "${OUTPUT}.luac")
 file(WRITE "${OUTPUT}.new" "/* Made by cmake/embed.cmake. */
 #include \"embedded.h\"
 ${arrays}

@@ -128,7 +128,7 @@ static bool load_module(lua_State *L, const char *name) {
   }
   const char *chunk_name = lua_pushfstring(L, "@%s", module->path);
   const char *text = push_unpacked(L, &module->text);
-  status = luaL_loadbufferx(L, text, module->text.size, chunk_name, "t");
+  status = luaL_loadbufferx(L, text, module->text.size, chunk_name, "b");
   if (status != LUA_OK)
     lua_error(L);
   lua_replace(L, -3);
