@@ -2,7 +2,7 @@
 # Clients that others wrote against an unmodified `ciranda sim`: google-cloud-tpu, google-api-python-client,
 # google-cloud-storage, google-auth, curl and paramiko. docs/sim-clients.md says what is shown.
 #
-#     tests/e2e/clients.sh [--only NAME,...] [--sabotage NAME] [--list]
+#     tests/e2e/clients.sh [--only "NAME;..."] [--sabotage NAME] [--list]
 #
 #   --only       these clients only
 #   --sabotage   alter one field of the simulator's answers: the run must fail

@@ -34,6 +34,7 @@ local CODES = {
 ---@field message string
 ---@field details table[]?
 ---@field retry_after number? seconds
+---@field reason string? in a refusal of the older APIs; what goes with the status by default
 local Status = {
   __name = "ciranda.sim.Status",
   __tostring = function(self)
@@ -108,7 +109,7 @@ local REASONS = {
 ---@param err ciranda.sim.Status
 ---@return table
 function M.legacy_body(err)
-  local entry = { message = err.message, domain = "global", reason = REASONS[err.status] }
+  local entry = { message = err.message, domain = "global", reason = err.reason or REASONS[err.status] }
   if err.status == "UNAUTHENTICATED" then
     entry.locationType, entry.location = "header", "Authorization"
   end

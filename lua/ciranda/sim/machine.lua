@@ -114,14 +114,16 @@ local function environment(self)
 end
 
 local function write_accounts(self)
-  local project_keys = self.world.project.metadata["ssh-keys"]
+  local world, metadata = self.world, self.node.message.metadata
+  local users = world.os_login:users(metadata)
+    or accounts.parse(metadata, world.project.metadata["ssh-keys"], world.clock:now())
   accounts.write({
     etc = self.etc,
     home = self.root .. "/home",
     home_inside = self.home_inside,
     ordinal = self.settings.ordinal,
     own_terminals = self.isolated,
-  }, accounts.parse(self.node.message.metadata, project_keys, self.world.clock:now()))
+  }, users)
 end
 
 local function hosts(self)

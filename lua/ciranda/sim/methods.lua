@@ -81,7 +81,9 @@ local function accelerator_type(call, name)
   return {
     name = ("%s/acceleratorTypes/%s"):format(call.parent, name),
     type = name,
-    acceleratorConfigs = { { type = accelerator.config_type, topology = accelerator.topology } },
+    acceleratorConfigs = call.version ~= "v1" and {
+      { type = accelerator.config_type, topology = accelerator.topology },
+    } or nil,
   }
 end
 

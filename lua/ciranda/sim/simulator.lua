@@ -16,8 +16,10 @@ local isolation = require("ciranda.sim.isolation")
 local json = require("ciranda.io.json")
 local keeper = require("ciranda.core.keeper")
 local machines = require("ciranda.sim.machines")
+local os_login = require("ciranda.sim.os_login")
 local oauth = require("ciranda.sim.oauth")
 local request_log = require("ciranda.sim.request_log")
+local resource_manager = require("ciranda.sim.resource_manager")
 local server = require("ciranda.io.server")
 local session = require("ciranda.cli.session")
 local sshd = require("ciranda.sim.sshd")
@@ -139,7 +141,9 @@ local function environment(settings, url, host, ssh_port)
     CIRANDA_SIM_SHARED = directory .. "/shared",
     CIRANDA_SIM_URL = url,
     CIRANDA_SSH_PORT = tostring(ssh_port),
+    CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER = url .. "/",
     CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE = url .. "/compute/v1/",
+    CLOUDSDK_API_ENDPOINT_OVERRIDES_OSLOGIN = url .. "/",
     CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE = url .. "/storage/v1/",
     CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU = url .. "/",
     CLOUDSDK_AUTH_ACCESS_TOKEN_FILE = directory .. "/access_token",
@@ -268,6 +272,8 @@ local function run(settings)
           make_buckets = settings.make_buckets,
         }),
         compute.new(world),
+        resource_manager.new(world),
+        os_login.service(world),
         status_page.new(),
       },
     }),

@@ -41,6 +41,9 @@ local SYSTEM = {
   upload_protocol = true,
 }
 
+-- What gcloud asks of version 1, in its commands that have no alpha in their names: where there are TPUs, and which.
+local VERSION_1 = { "locations.list", "locations.get", "acceleratorTypes.list", "acceleratorTypes.get" }
+
 -- From the message of the schema to the table that is encoded.
 local function write(call, message, value)
   if message == "Operation" then
@@ -153,6 +156,11 @@ function M.new(world)
   for _, version in ipairs { "v2", "v2alpha1" } do
     routers[version] = router.new(schema.load(version).methods)
   end
+  local first = {}
+  for _, name in ipairs(VERSION_1) do
+    first[name] = schema.load("v2").methods[name]
+  end
+  routers.v1 = router.new(first)
   return setmetatable({ world = world, routers = routers }, Service)
 end
 
@@ -175,7 +183,11 @@ end
 ---@param path string
 ---@return boolean
 function Service:serves(path)
-  return self.routers[path:match "^/(v2%w*)/projects" or ""] ~= nil
+  local version, rest = path:match "^/(v%w+)/projects(.*)$"
+  if version == "v1" then -- other services are at /v1/projects, too
+    return rest:find "^/[^/]+/locations" ~= nil
+  end
+  return self.routers[version or ""] ~= nil
 end
 
 local function dispatch(self, request, version, route)

@@ -8,6 +8,7 @@ local events = require("ciranda.sim.events")
 local faults = require("ciranda.sim.faults")
 local nodes = require("ciranda.sim.nodes")
 local operations = require("ciranda.sim.operations")
+local os_login = require("ciranda.sim.os_login")
 local pool = require("ciranda.sim.pool")
 local queued_resources = require("ciranda.sim.queued_resources")
 local random = require("ciranda.sim.random")
@@ -157,6 +158,7 @@ function M.new(options)
       id = options.project or "simulated-project",
       number = options.project_number or "123456789012",
       metadata = {},
+      created = options.clock:now(),
     },
     catalog = catalog.new(options),
     quota = pool.new(),
@@ -180,6 +182,7 @@ function M.new(options)
   self.faults = faults.new(self)
   self.operations = operations.new(self)
   self.nodes = nodes.new(self)
+  self.os_login = os_login.new(self)
   self.queued_resources = queued_resources.new(self)
   return self
 end

@@ -32,10 +32,13 @@ OPERATION = re.compile(
 
 
 def label(error):
-    """An exception's name, and the canonical code: one class stands for every status here."""
+    """An exception's name, and the canonical code, or the reason in the older APIs: one class stands
+    for every status here.
+    """
     name = type(error).__name__
     if isinstance(error, errors.HttpError):
-        return f"{name} {json.loads(error.content)['error']['status']}"
+        body = json.loads(error.content)["error"]
+        return f"{name} {body.get('status') or body['errors'][0]['reason']}"
     return name
 
 

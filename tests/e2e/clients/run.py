@@ -59,6 +59,7 @@ PARTS = (
         "google-cloud-storage", "cloud_storage", [("walk",), ("walk_faults",)], ("google.api_core",)
     ),
     Part("google-auth", "auth", [("walk",)]),
+    Part("google-api-python-client, other APIs", "other_apis", [("walk",)], ("googleapiclient",)),
     Part("curl", "curl", [("walk",)]),
     Part("paramiko", "ssh", [("walk",)]),
 )
@@ -300,12 +301,12 @@ def sabotaged(cloud, name):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--binary", required=True)
-    parser.add_argument("--only", default="", help="names of clients, with commas between them")
+    parser.add_argument("--only", default="", help="names of clients, with semicolons between them")
     parser.add_argument("--sabotage", choices=SABOTAGES)
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     names = [part.name for part in PARTS]
-    only = [name for name in options.only.split(",") if name]
+    only = [name for name in options.only.split(";") if name]
     for name in only:
         if name not in names:
             parser.error(f"there is no client '{name}'; there are {', '.join(names)}")

@@ -17,8 +17,9 @@ class Worker:
         self.client = client
         self.cloud = client.cloud
         self.port = int(client.cloud.env["CIRANDA_SSH_PORT"])
+        self.user = "walker"
         self.key = paramiko.ECDSAKey.generate()
-        public = f"walker:{self.key.get_name()} {self.key.get_base64()}"
+        public = f"{self.user}:{self.key.get_name()} {self.key.get_base64()}"
         self.tpu = tpu
         node.metadata["ssh-keys"] = public
         name = client.called("ssh")
@@ -44,7 +45,7 @@ class Worker:
             ssh.connect(
                 self.address,
                 self.port,
-                username="walker",
+                username=self.user,
                 pkey=self.key,
                 timeout=3,
                 banner_timeout=1,

@@ -90,6 +90,29 @@ describe("the simulator's front door", function()
     ["metadata"] = { "GET", "/computeMetadata/v1/project/project-id" },
   }
 
+  it("keeps the project's metadata, guarded by its fingerprint, and the operation that changed it", function()
+    local path = "/compute/v1/projects/p"
+    local _, shown = call("GET", path)
+    local mark = shown.commonInstanceMetadata.fingerprint
+    local body = { fingerprint = mark, items = { { key = "ssh-keys", value = "a:ssh-ed25519 AAAA" } } }
+    local status, operation = call("POST", path .. "/setCommonInstanceMetadata", body)
+    assert.are.equal(200, status)
+    assert.are.same(operation, select(2, call("GET", path .. "/global/operations/" .. operation.name)))
+    assert.are.same(
+      operation,
+      select(2, call("POST", path .. "/global/operations/" .. operation.name .. "/wait", {}))
+    )
+    assert.are.equal(404, (call("GET", path .. "/global/operations/none")))
+    assert.are.same(body.items, select(2, call("GET", path)).commonInstanceMetadata.items)
+    local refusal
+    status, refusal = call("POST", path .. "/setCommonInstanceMetadata", body)
+    assert.are.equal(412, status)
+    assert.are.equal("conditionNotMet", refusal.error.errors[1].reason)
+    assert.are.equal(400, (call("POST", path .. "/setCommonInstanceMetadata", { items = { 1 } })))
+    assert.are.equal(404, (call("GET", "/compute/v1/projects/other")))
+    assert.are.equal(404, (call("GET", "/compute/v1/zones")))
+  end)
+
   it("lets every method of every service fail on request, and logs it by its id", function()
     for method, target in pairs(CALLS) do
       local before = #log:since(0)

@@ -671,4 +671,23 @@ describe("the catalogue", function()
     assert.are.equal(200, status(named, "v2alpha1"))
     assert.are.equal(404, status(named, "v2"))
   end)
+
+  it("answers what gcloud asks of version 1", function()
+    local p = support.project()
+    local zone = "/v1/" .. support.ZONE
+    local status, body = p.call("GET", zone .. "/acceleratorTypes/v4-8")
+    assert.are.equal(200, status)
+    assert.are.same({ name = support.ZONE .. "/acceleratorTypes/v4-8", type = "v4-8" }, body)
+    assert.are.equal(200, (p.call("GET", zone .. "/acceleratorTypes")))
+    assert.are.equal(200, (p.call("GET", "/v1/projects/p/locations")))
+    assert.are.equal(404, (p.call("GET", zone .. "/nodes")))
+    for path, served in pairs({
+      ["/v1/projects/p/locations"] = true,
+      ["/v1/projects/p"] = false,
+      ["/v1/projects/-/serviceAccounts/a@b:generateAccessToken"] = false,
+      ["/v3/projects/p/locations"] = false,
+    }) do
+      assert.are.equal(served, p.service:serves(path), path)
+    end
+  end)
 end)
