@@ -6,7 +6,9 @@ local fs = require("ciranda.io.fs")
 local gateway = require("ciranda.sim.gateway")
 local json = require("ciranda.io.json")
 local oauth = require("ciranda.sim.oauth")
+local os_login = require("ciranda.sim.os_login")
 local request_log = require("ciranda.sim.request_log")
+local resource_manager = require("ciranda.sim.resource_manager")
 local storage = require("ciranda.sim.storage")
 local support = dofile(debug.getinfo(1, "S").source:match("@(.*/)") .. "support.lua")
 
@@ -27,6 +29,8 @@ describe("the simulator's front door", function()
         project.service,
         storage.new(project.world, directory, { buckets = { "bucket" } }),
         compute.new(project.world),
+        resource_manager.new(project.world),
+        os_login.service(project.world),
       },
     })
     token = credentials:issue("somebody")
@@ -80,6 +84,8 @@ describe("the simulator's front door", function()
     ["storage.objects.get"] = { "GET", "/storage/v1/b/bucket/o/none" },
     ["storage.objects.insert"] = { "POST", "/upload/storage/v1/b/bucket/o?uploadType=media&name=a" },
     ["compute.projects.get"] = { "GET", "/compute/v1/projects/p" },
+    ["cloudresourcemanager.projects.get"] = { "GET", "/v1/projects/p" },
+    ["oslogin.users.getLoginProfile"] = { "GET", "/v1/users/somebody/loginProfile" },
     ["oauth.token"] = { "POST", "/token" },
     ["sts.token"] = { "POST", "/v1/token" },
     ["sts.oauthtoken"] = { "POST", "/v1/oauth/token" },
