@@ -5,6 +5,7 @@
 --
 --   { kind = "error", method = "nodes.get", status = "UNAVAILABLE", message = , retry_after = , count = 1 }
 --   { kind = "reset" | "truncate" | "hang" | "slow", method = , seconds = , count = }
+--   { kind = "slow_operation", method = "queuedResources.create", seconds = , count = }
 --   { kind = "alter", method = , field = "nodes.*.id", value = , count = }
 --   { kind = "stockout" | "internal" | "quota" | "reservation", name = "qr or node name or nil", slice = , count = }
 --   { kind = "ssh_refuse" | "ssh_hang" | "ssh_reset", name = "node", worker = , count = }
@@ -16,6 +17,7 @@ local errors = require("ciranda.sim.errors")
 local M = {}
 
 local CALL_KINDS = { alter = true, error = true, reset = true, truncate = true, hang = true, slow = true }
+local OPERATION_KINDS = { slow_operation = true }
 local PROVISION_KINDS = { stockout = true, internal = true, quota = true, reservation = true }
 local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
 
@@ -73,7 +75,7 @@ end
 
 local function known_kinds()
   local names = {}
-  for _, kinds in ipairs({ CALL_KINDS, PROVISION_KINDS, SSH_KINDS }) do
+  for _, kinds in ipairs({ CALL_KINDS, OPERATION_KINDS, PROVISION_KINDS, SSH_KINDS }) do
     for name in pairs(kinds) do
       names[#names + 1] = name
     end
@@ -95,7 +97,7 @@ function Faults:add(fault)
     end
   end
   local kind = fault.kind or ""
-  if not (CALL_KINDS[kind] or PROVISION_KINDS[kind] or SSH_KINDS[kind]) then
+  if not (CALL_KINDS[kind] or OPERATION_KINDS[kind] or PROVISION_KINDS[kind] or SSH_KINDS[kind]) then
     errors.raise(
       errors.invalid(
         ("there is no fault of the kind '%s'; there are %s"):format(tostring(kind), known_kinds()),
@@ -184,6 +186,23 @@ function Faults:on_call(method)
   local err = errors.new(fault.status, fault.message or errors.unavailable().message, details)
   err.retry_after = fault.retry_after
   return errors.raise(err)
+end
+
+-- Seconds by which an operation is late without a figure in the fault.
+local LATE = 60
+
+--- What happens to an operation that a call begins.
+---@param method string
+---@return number? seconds for which the end of what it does is not told
+function Faults:on_operation(method)
+  local fault = strike(self, function(entry)
+    return OPERATION_KINDS[entry.kind] and fits(entry.method, method)
+  end)
+  if not fault then
+    return nil
+  end
+  self.world.events:add("fault", method, fault.kind)
+  return fault.seconds or LATE
 end
 
 --- What happens when a queued resource or a node is provisioned.

@@ -41,6 +41,7 @@ end
 
 local function start(call, verb, target)
   local operation = call.world.operations:start(call.parent, call.version, verb, target)
+  operation.late = call.world.faults:on_operation(call.method)
   call.operation = operation
   return operation
 end

@@ -10,6 +10,7 @@ local M = {}
 ---@field version string of the API that made it
 ---@field done boolean
 ---@field error ciranda.sim.Status?
+---@field late number? seconds for which its end is not told
 ---@field response { message: string, value: table }? the response as it was when the operation ended
 ---@field private metadata table OperationMetadata
 
@@ -57,12 +58,25 @@ function Operations:start(parent, version, verb, target, on_cancel)
   return operation
 end
 
+-- Whether the end of an operation is to be told later; then it will be.
+local function told_later(self, operation, tell)
+  local seconds = operation.late
+  operation.late = nil
+  if seconds then
+    self.world.clock:after(seconds, tell)
+  end
+  return seconds ~= nil
+end
+
 --- End an operation well. An operation that has ended stays as it is.
 ---@param operation ciranda.sim.Operation
 ---@param message string? name of the response's message; nil means google.protobuf.Empty
 ---@param value table?
 function Operations:succeed(operation, message, value)
-  if operation.done then
+  local late = told_later(self, operation, function()
+    self:succeed(operation, message, value)
+  end)
+  if operation.done or late then
     return
   end
   operation.done = true
@@ -74,7 +88,10 @@ end
 ---@param operation ciranda.sim.Operation
 ---@param err ciranda.sim.Status
 function Operations:fail(operation, err)
-  if operation.done then
+  local late = told_later(self, operation, function()
+    self:fail(operation, err)
+  end)
+  if operation.done or late then
     return
   end
   operation.done = true

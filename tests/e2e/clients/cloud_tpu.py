@@ -4,6 +4,7 @@ Its answers are parsed into protocol buffers: an operation whose `@type` nobody 
 none and the like are errors of its own.
 """
 
+import concurrent.futures
 import json
 
 import requests
@@ -391,6 +392,20 @@ def walk_provisioning_that_fails(client, tpu):
     faults.struck.update(("capacity", "quota limit"))
 
 
+def walk_operation_that_lags(client, tpu):
+    """A create operation that is not done although the node is READY long since."""
+    cloud, name = client.cloud, client.called("lagging")
+    full, ready = f"{cloud.parent}/nodes/{name}", tpu_v2.Node.State.READY
+    cloud.fault(kind="slow_operation", method="nodes.create", seconds=3)
+    operation = tpu.create_node(parent=cloud.parent, node_id=name, node=single())
+    eventually(f"{name} is READY", lambda: tpu.get_node(name=full).state == ready)
+    client.raises(concurrent.futures.TimeoutError, operation.result, timeout=0.3)
+    check(not operation.operation.done, "the operation is done after all")
+    faults.struck.add("slow_operation")
+    equal(done(operation).state, ready, "the response at last")
+    done(tpu.delete_node(name=full))
+
+
 def walk_nodes_that_fail(client, tpu):
     """Nodes that the service takes away: what they refuse then, in the service's words."""
     cloud, states = client.cloud, tpu_v2.Node.State
@@ -438,4 +453,5 @@ def walk_faults(client):
     tpu = connect(client.cloud)
     walk_calls_that_fail(client, tpu)
     walk_provisioning_that_fails(client, tpu)
+    walk_operation_that_lags(client, tpu)
     walk_nodes_that_fail(client, tpu)
