@@ -52,8 +52,11 @@ describe("the tutorial", function()
         fs.write(directory .. "/" .. assert(name, "a Lua block that names no file"), body .. "\n")
       elseif block.kind == "console" then
         for line in (block.text .. "\n"):gmatch("(.-)\n") do
-          local command = line:match("^%$ (.*)$")
-          if command then
+          local command, more = line:match("^%$ (.*)$"), line:match("^> (.*)$")
+          if more then
+            -- A line of a here-document: it stands before the mark of its command.
+            table.insert(script, #script, more)
+          elseif command then
             mark = mark + 1
             expectations[mark] = { command = command, lines = {} }
             table.insert(script, command)
