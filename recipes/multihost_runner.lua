@@ -93,9 +93,11 @@ local function make_bundle(context, run, command)
 end
 
 --- Runs it. Another recipe may run through this one: `context.flags` then has its flags, and `hooks.command(found)`
---- makes the command once the fleet is known (nil: run nothing).
+--- makes the command once the fleet is known (nil: run nothing), `hooks.on_bytes` gets the pieces of the workers' logs,
+--- `hooks.ended(result)` may say something before the last line.
 ---@param context ciranda.cli.Context
----@param hooks { command: fun(found: ciranda.run.Target): string? }?
+---@param hooks { command: (fun(found: ciranda.run.Target): string?),
+---       on_bytes: fun(worker: ciranda.Worker, bytes: string)?, ended: fun(result: ciranda.run.LaunchResult)? }?
 ---@return integer status
 function M.run(context, hooks)
   local flags = context.flags
@@ -136,8 +138,12 @@ function M.run(context, hooks)
     grace = flags.GRACE,
     failure_grace = flags.FAILURE_GRACE,
     stage_timeout = flags.SCP_TIMEOUT_SECS,
+    on_bytes = hooks and hooks.on_bytes,
     success = "Multihost runner finished successfully!",
   })
+  if hooks and hooks.ended then
+    hooks.ended(result)
+  end
   context.finish(result)
   return result.status
 end
