@@ -1,6 +1,7 @@
 -- shardings: what --plan shows, and what is said of the TFLOP/s of simulated workers.
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
 
 --- Prints what the example prints; the values come by worker from a table in the script.
@@ -65,8 +66,21 @@ describe("shardings", function()
       assert.is_nil(result.out:find("in place of", 1, true))
       local first, best = fs.read(svg), fs.read(cloud.root .. "/mesh-best.svg")
       assert.matches("^<svg", first)
-      assert.matches("JAX&?[^ ]*'?s order", first)
+      assert.matches("JAX's order", first, 1, true)
       assert.matches("ciranda's order", best, 1, true)
+    end)
+
+    it("is coloured on a terminal, unless NO_COLOR is set", function()
+      local function on_terminal(variables)
+        local argv = cloud:command({ "shardings", "--plan", "--TPU_TYPE=v6e-8", "-if", "8" })
+        local line = ("env TERM=xterm %s %s"):format(variables, table.concat(argv, " "))
+        local answer = process.run({ "script", "-qec", line, "/dev/null", env = argv.env, timeout = 60 })
+        assert.equal(0, answer.code, answer.stdout)
+        assert.matches("each chip: fsdp (8)", answer.stdout, 1, true)
+        return answer.stdout:find("\27[48;2;", 1, true) ~= nil
+      end
+      assert.is_true(on_terminal("NO_COLOR="))
+      assert.is_false(on_terminal("NO_COLOR=1"))
     end)
 
     it("gives the same as a record", function()
