@@ -139,18 +139,17 @@ end
 ---@return boolean
 function M.holds(pid, prefix)
   local path = ("/proc/%d/fd"):format(pid)
-  local directory = uv.fs_scandir(path)
+  local directory, held = uv.fs_scandir(path), false
+  -- To the end even when it is found: libuv 1.44 loses the memory of the last entry of a listing that is left there.
   while directory do
     local name = uv.fs_scandir_next(directory)
     if not name then
       break
     end
     local target = uv.fs_readlink(path .. "/" .. name)
-    if target and target:sub(1, #prefix) == prefix then
-      return true
-    end
+    held = held or target ~= nil and target:sub(1, #prefix) == prefix
   end
-  return false
+  return held
 end
 
 return M
