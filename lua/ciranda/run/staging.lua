@@ -45,7 +45,7 @@ umask 077; cat > {part} && [ $(wc -c < {part}) -eq {size} ] && chmod 700 {part} 
 
 -- Everything comes in one archive. A name with the shell's pid: a try that was cut off may still be ending there.
 local RECEIVE = [[
-before=$(umask); umask 077; new={new}.$$; trap "rm -rf $new" EXIT; rm -rf {new}.*;
+before=$(umask); umask 077; new={new}.$$; trap "rm -rf $new" EXIT; trap "exit 1" HUP INT TERM; rm -rf {new}.*;
 mkdir $new && tar -xf - -C $new || exit 1;]]
 
 -- The hash is taken there: what was stored is what counts.
