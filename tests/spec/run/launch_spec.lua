@@ -189,7 +189,7 @@ describe("run.launch", function()
     end
     -- Who agrees on a last step may be leaving when our signal comes, or have left: all four are told of.
     local told = {}
-    for set in text():gmatch("Stopped: (%S+) ended with") do
+    for set in text():gmatch("Stopped: (%S+) ended with 0") do
       table.insert(told, set)
     end
     for set in text():gmatch("Ended before the signal came: (%S+), with 0") do
