@@ -43,30 +43,6 @@ count() {
   fi
 }
 
-# Run all specs with the command given. Files with a failure are run once more, alone: what fails again has failed; what
-# passes then depended on what else the machine was doing, is told of by name, and counts as passed.
-specs() {
-  "$@" tests/spec >"$scratch/specs" 2>&1
-  status=$?
-  cat "$scratch/specs"
-  files=$(sed -n 's/^FAILED .*(\(tests\/spec\/[^:()]*\):[0-9]*)$/\1/p' "$scratch/specs" | sort -u)
-  if [ -z "$files" ] || grep -q 'Sanitizer' "$scratch/specs"; then
-    return "$status"
-  fi
-  # shellcheck disable=SC2086 # a list of words
-  "$@" $files >"$scratch/again" 2>&1
-  status=$?
-  cat "$scratch/again"
-  sed -n 's/^FAILED  */FAILED ONCE: /p' "$scratch/specs"
-  # shellcheck disable=SC2046 # three or two numbers
-  set -- $(grep -E '^[0-9]+ passed, [0-9]+ failed' "$scratch/specs" | tail -n 1 | tr -cs '0-9' ' ') 0
-  total=$(($1 + $2)) left_out=$3
-  # shellcheck disable=SC2046
-  set -- $(grep -E '^[0-9]+ passed, [0-9]+ failed' "$scratch/again" | tail -n 1 | tr -cs '0-9' ' ') 0 1
-  printf '%s passed, %s failed, %s skipped\n' $((total - $2)) "$2" "$left_out"
-  return "$status"
-}
-
 # Run a command whose exit status is the result: one test. One that did nothing says so in its closing JSON: skipped.
 one() {
   title=$1
@@ -105,7 +81,7 @@ for part in $parts; do
     one "clang-tidy" sh -c 'for file in engine/*.c; do clang-tidy -p build --quiet "$file" 2>/dev/null || exit 1; done'
     ;;
   spec)
-    count "specs" specs env CIRANDA_BINARY="$root/build/ciranda" build/ciranda test
+    count "specs" env CIRANDA_BINARY="$root/build/ciranda" build/ciranda test tests/spec
     ;;
   guard)
     count "guard" sh tests/guard/run.sh build
@@ -116,7 +92,7 @@ for part in $parts; do
       ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=99 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
         CIRANDA_BINARY="$root/build/asan/ciranda"
       export ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
-      count "specs under ASan and UBSan" specs build/asan/ciranda test
+      count "specs under ASan and UBSan" build/asan/ciranda test tests/spec
       count "guard under ASan and UBSan" sh tests/guard/run.sh build/asan
       unset ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
     else
@@ -134,7 +110,7 @@ for part in $parts; do
     git ls-files -z tests lua recipes docs cmake engine README.md | xargs -0 cp --parents -t "$account/tree"
     cp build/ciranda "$account/tree/build/"
     chown -R nobody "$account"
-    count "specs as an unprivileged account" specs as_account build/ciranda test
+    count "specs as an unprivileged account" as_account build/ciranda test tests/spec
     one "the demonstration as an unprivileged account" as_account sh tests/e2e/demo.sh
     ;;
   e2e | fuzz)
