@@ -16,6 +16,17 @@ say() {
   printf '\n== %s\n' "$*"
 }
 
+# One failure, told here and again at the end (a log is often cut in its middle): its name, and what is known of it on
+# standard input.
+fail() {
+  printf '%s\n' "$1"
+  {
+    printf '\n-- %s\n' "$1"
+    cat
+  } >>"$scratch/failures"
+  failed=$((failed + 1))
+}
+
 # Run a command that ends with "N passed, N failed[, N skipped]" and add its counts; a run without that line, or one
 # that exits non-zero with no failure counted, is a failure of its own.
 count() {
@@ -27,19 +38,23 @@ count() {
   cat "$scratch/output"
   line=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$scratch/output" | tail -n 1)
   grep -E '^SKIP: ' "$scratch/output" | sed "s|^|$title: |" >>"$scratch/skips"
+  # Blocks of the specs, and lines of the guard's tests.
+  sed -n '/^\(FAILED\|ERROR\)  */,/^$/p; /^FAIL /p' "$scratch/output" >"$scratch/blocks"
   if [ -z "$line" ]; then
-    printf '%s: no closing line (exit status %s)\n' "$title" "$status"
-    failed=$((failed + 1))
+    tail -n 40 "$scratch/output" >"$scratch/blocks"
+    fail "$title: no closing line (exit status $status)" <"$scratch/blocks"
     return
   fi
   # shellcheck disable=SC2046 # three or two numbers
   set -- $(printf '%s\n' "$line" | tr -cs '0-9' ' ')
   passed=$((passed + $1))
-  failed=$((failed + $2))
   skipped=$((skipped + ${3:-0}))
-  if [ "$status" -ne 0 ] && [ "$2" -eq 0 ]; then
-    printf '%s: exit status %s with no failure counted\n' "$title" "$status"
-    failed=$((failed + 1))
+  if [ "$2" -ne 0 ]; then
+    fail "$title: $2 failed" <"$scratch/blocks"
+    failed=$((failed + $2 - 1))
+  elif [ "$status" -ne 0 ]; then
+    tail -n 40 "$scratch/output" >"$scratch/blocks"
+    fail "$title: exit status $status with no failure counted" <"$scratch/blocks"
   fi
 }
 
@@ -53,8 +68,8 @@ one() {
   cat "$scratch/output"
   reason=$(tail -n 1 "$scratch/output" | sed -n 's/^{.*"skipped": *"\([^"]*\)".*}$/\1/p')
   if [ "$status" -ne 0 ]; then
-    printf '%s: failed (exit status %s)\n' "$title" "$status"
-    failed=$((failed + 1))
+    tail -n 40 "$scratch/output" >"$scratch/blocks"
+    fail "$title: exit status $status" <"$scratch/blocks"
   elif [ -n "$reason" ]; then
     printf 'SKIP: %s: %s\n' "$title" "$reason" | tee -a "$scratch/skips"
     skipped=$((skipped + 1))
@@ -97,8 +112,8 @@ for part in $parts; do
       unset ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
     else
       cat "$scratch/asan"
-      say "the ASan build failed"
-      failed=$((failed + 1))
+      tail -n 40 "$scratch/asan" >"$scratch/blocks"
+      fail "the ASan build failed" <"$scratch/blocks"
     fi
     ;;
   account)
@@ -140,10 +155,13 @@ if [ -n "${CI:-}" ] && [ -s "$scratch/skips" ]; then
       esac
     done <tests/expected_skips.txt
     if [ "$expected" = no ]; then
-      printf 'unexpected skip: %s\n' "$skip"
-      failed=$((failed + 1))
+      fail "unexpected skip: $skip" </dev/null
     fi
   done <"$scratch/skips"
+fi
+if [ -s "$scratch/failures" ]; then
+  say "what failed"
+  cat "$scratch/failures"
 fi
 printf '\n'
 if [ "$skipped" -gt 0 ]; then

@@ -64,7 +64,7 @@ describe("autocheckpoint on real sshds", function()
     local again = place:start("attach", { "a2" }, { fleet = false })
     place:log_has("a2", 0, 0, "completed step: %d+.*completed step: %d+.*completed step")
     support.ssh.wait_for(function()
-      return fs.read(place.root .. "/err"):find("Taking up run a2", 1, true) ~= nil
+      return fs.read(again.err_path):find("Taking up run a2", 1, true) ~= nil
     end, 30)
     uv.kill(again.program.pid, "sigterm")
     local ended = again.wait()

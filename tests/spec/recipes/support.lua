@@ -73,13 +73,15 @@ function Place:start(recipe, arguments, options)
   end
   words.cwd = self.root .. "/code"
   words.env = self:env(options.env)
-  local out, errors = self.root .. "/out", self.root .. "/err"
+  -- Programs run side by side: each has files of its own.
+  self.started = (self.started or 0) + 1
+  local out, errors = ("%s/out.%d"):format(self.root, self.started), ("%s/err.%d"):format(self.root, self.started)
   words.stdout = assert(uv.fs_open(out, "w", 384))
   words.stderr = assert(uv.fs_open(errors, "w", 384))
   local program = process.spawn(words)
   uv.fs_close(words.stdout)
   uv.fs_close(words.stderr)
-  local running = { program = program }
+  local running = { program = program, err_path = errors }
   function running.wait()
     local answer = program:wait()
     return { code = answer.code, signal = answer.signal, out = fs.read(out), err = fs.read(errors) }
