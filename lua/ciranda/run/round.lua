@@ -1,0 +1,441 @@
+--- One attempt of a run as its runner sees it: staged, started, watched, ended, and what is said of it.
+--
+-- The gang does the work on the workers; here are the runner's signals, the logs, the lines that a person reads, and
+-- the verdict.
+local attempt = require("ciranda.run.attempt")
+local cause = require("ciranda.run.cause")
+local err = require("ciranda.io.error")
+local gangs = require("ciranda.run.gang")
+local logs_of = require("ciranda.run.logs")
+local nodeset = require("ciranda.fleet.nodeset")
+local output = require("ciranda.run.output")
+local report = require("ciranda.run.report")
+local steps = require("ciranda.run.steps")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- Exit statuses when the runner itself was told to stop, and when it leaves the job alone.
+local STOPPED = { SIGINT = 130, SIGTERM = 143 }
+local DETACHED = 129
+
+--- States of a node after which its worker was preempted, and seconds that asking for the state may take.
+local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }
+local ASK_NODE = 15
+
+--- Seconds between two lines on how staging goes.
+local STATUS_EVERY = 2
+
+--- Log lines shown of the worker that failed first.
+local TAIL_LINES = 20
+
+---@class ciranda.run.Round
+---@field options ciranda.run.LaunchOptions
+---@field journal ciranda.Journal
+---@field id string the attempt's name
+---@field directory string where COMMAND runs, below the login directory
+---@field running boolean the command has been told to start
+---@field result ciranda.run.LaunchResult? once it has ended
+---@field private steps ciranda.run.Steps
+local Round = {}
+Round.__index = Round
+
+--- An attempt; nothing happens yet.
+---@param options ciranda.run.LaunchOptions
+---@param journal ciranda.Journal
+---@param id string
+---@return ciranda.run.Round to be closed
+function M.new(options, journal, id)
+  local round = setmetatable({
+    options = options,
+    journal = journal,
+    id = id,
+    directory = options.directory or options.run,
+    request = {},
+    wake = task.event(),
+    running = false,
+  }, Round)
+  round.steps = steps.new({
+    fleet = options.fleet,
+    directory = options.checkpoint_directory,
+    base = round.directory,
+    say = function(...)
+      round:say(...)
+    end,
+    on_saved = function(step)
+      journal:append("saved", { attempt = id, step = step })
+    end,
+  })
+  round.remove_handler = options.on_interrupt(function(name)
+    return round:signalled(name)
+  end)
+  return round
+end
+
+---@param format string
+function Round:say(format, ...)
+  self.options.progress:say(format, ...)
+end
+
+--- Waits until `fn` is done or a signal asks for something; returns what it asks for.
+---@private
+---@param finished ciranda.task.Event
+---@return "finished"|"stop"|"detach"
+function Round:wait(finished)
+  while true do
+    if finished:is_set() then
+      return "finished"
+    elseif self.request.detach then
+      return "detach"
+    elseif self.request.stop and not self.stopping then
+      return "stop"
+    end
+    task.race({
+      function()
+        finished:wait()
+      end,
+      function()
+        self.wake:wait()
+      end,
+    })
+    if self.wake:is_set() then
+      self.wake = task.event()
+    end
+  end
+end
+
+--- What the signals of the runner mean while the command runs: the first Ctrl-C or SIGTERM saves and stops, the next
+--- one leaves, SIGHUP leaves at once. Before the command runs they cancel, as everywhere.
+---@private
+---@param name string
+---@return boolean handled
+function Round:signalled(name)
+  if not self.running then
+    return false
+  elseif name == "SIGHUP" or (STOPPED[name] and self.request.stop) then
+    self.request.detach = name
+  elseif STOPPED[name] then
+    self.request.stop = name
+  else
+    return false
+  end
+  self.wake:set()
+  return true
+end
+
+---@private
+function Round:status_line(gang)
+  if not gang.started then
+    -- Called at every step of every worker: the others are looked at only when there may be something to say.
+    local now = uv.hrtime() / 1e9
+    local due = now - (self.status_at or 0) >= STATUS_EVERY
+    local staged = 0
+    for _, member in ipairs(gang.members) do
+      if member.attempt.phase == "staged" then
+        staged = staged + 1
+      elseif not due then
+        return
+      end
+    end
+    self.status_at = now
+    local laggards = gang:laggards("staged")
+    self.options.progress:status(
+      ("Staging: %d of %d workers%s"):format(
+        staged,
+        #gang.members,
+        laggards ~= "" and "; waiting for " .. laggards or ""
+      )
+    )
+  end
+end
+
+--- Watches the gang and obeys the runner's signals.
+---@private
+---@return ciranda.run.LaunchResult
+function Round:watch(gang)
+  local scope <close> = task.scope()
+  local finished = task.event()
+  local verdict
+  local watching = scope:spawn(function()
+    verdict = gang:watch()
+    finished:set()
+  end)
+  local lines = scope:spawn(function()
+    self.logs:show_lines()
+  end)
+  local screen = scope:spawn(function()
+    self.output:run()
+  end)
+  local before
+  while true do
+    local what = self:wait(finished)
+    if what == "finished" then
+      break
+    elseif what == "detach" then
+      watching:cancel("detached")
+      lines:cancel("detached")
+      screen:cancel("detached")
+      return {
+        status = DETACHED,
+        kind = "detached",
+        message = ("Detached: the job goes on on the workers. `ciranda attach %s` takes it up again."):format(
+          self.options.run
+        ),
+      }
+    end
+    self.stopping = self.request.stop
+    local grace = self.options.grace or 300
+    self:say(
+      "%s: TERM to every worker, KILL after %g s; once more to leave at once (the stop goes on)",
+      self.stopping,
+      grace
+    )
+    before = self.steps:look_before()
+    gang:stop(grace, self.stopping .. " to the runner")
+  end
+  lines:cancel("the end")
+  screen:cancel("the end")
+  self.output:flush()
+  return self:conclude(verdict, before)
+end
+
+--- Asks the cloud about the node of a worker that was lost: one that was preempted is no failure of the machine.
+---@private
+---@param verdict ciranda.run.Cause
+function Round:ask_about_lost(verdict)
+  local failed = verdict.first
+  if not failed or not failed.lost or not self.options.node_state then
+    return
+  end
+  local ok, state = pcall(task.timeout, ASK_NODE, self.options.node_state, failed.worker)
+  if not ok then
+    if not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
+      error(state, 0)
+    end
+    return
+  end
+  failed.lost = ("%s; its node %s is %s"):format(failed.lost, failed.worker.node or "", state)
+  if PREEMPTED[state] then
+    verdict.kind = "preempted"
+  end
+end
+
+--- Says how it ended.
+---@private
+---@param verdict ciranda.run.Cause
+---@param before ciranda.checkpoint.Watch?
+---@return ciranda.run.LaunchResult
+function Round:conclude(verdict, before)
+  local directory = self.logs_directory
+  local failed = verdict.first
+  self:ask_about_lost(verdict)
+  if failed then
+    -- What was named first may have been a consequence of something seen later.
+    if self.named and self.named.worker ~= failed.worker then
+      self:say("%s", cause.failure_line(failed))
+    end
+    for _, line in ipairs(report.failure(verdict)) do
+      self:say("%s", line)
+    end
+    for _, line in ipairs(report.tail(failed.worker, self.logs:tail(failed.worker, TAIL_LINES))) do
+      self:say("%s", line)
+    end
+  end
+  for _, line in ipairs(report.stopped(verdict)) do
+    self:say("%s", line)
+  end
+  local preempted = not self.stopping and self.steps:obeyed_a_signal()
+  if failed or self.stopping or preempted then
+    self.steps:tell(before, self.stopping ~= nil)
+  end
+  if failed then
+    self:say("Main command finished with errors, check the logs located in: %s/", directory)
+    return {
+      status = verdict.status,
+      kind = preempted and "preempted" or verdict.kind,
+      message = ("%s: exit status %s, from slice %d worker %d"):format(
+        preempted and "preempted" or verdict.kind,
+        cause.describe_status(failed),
+        failed.worker.slice,
+        failed.worker.index
+      ),
+    }
+  elseif self.stopping then
+    return {
+      status = STOPPED[self.stopping],
+      kind = "interrupted",
+      message = ("interrupted: stopped by %s, exit status %d; logs located in: %s/"):format(
+        self.stopping,
+        STOPPED[self.stopping],
+        directory
+      ),
+    }
+  elseif #verdict.stopped > 0 then
+    -- Another runner's attempt took the workers.
+    return {
+      status = 1,
+      kind = "infra",
+      message = ("infra: %s were stopped from elsewhere; logs located in: %s/"):format(
+        nodeset.fold(self.options.fleet:workers()),
+        directory
+      ),
+    }
+  end
+  if preempted then
+    return {
+      status = STOPPED.SIGTERM,
+      kind = "preempted",
+      message = (
+        "preempted: a SIGTERM that did not come from here stopped the command%s, exit status %d; the same "
+        .. "command goes on from its last checkpoint"
+      ):format(
+        self.steps.sync_point and (" at step %d"):format(self.steps.sync_point) or "",
+        STOPPED.SIGTERM
+      ),
+    }
+  end
+  return { status = 0, kind = "done", message = self.options.success or "Finished." }
+end
+
+--- Runs a step whose failure ends the run; sets the result when it fails.
+---@private
+---@param kind string what the failure is, when it is no deadline
+---@param consequence string
+---@param step function
+---@return boolean done
+function Round:try(kind, consequence, step, ...)
+  local ok, problem = pcall(step, ...)
+  if ok then
+    return true
+  elseif not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+    error(problem, 0)
+  end
+  local status = 1
+  if err.is(problem, "deadline") then
+    kind, status = "deadline", 124
+  end
+  self:say("%s", problem.message)
+  self.result = {
+    status = status,
+    kind = kind,
+    message = ("%s: %s, exit status %d"):format(kind, consequence, status),
+  }
+  return false
+end
+
+--- Watches to the end and writes it down.
+---@private
+---@return ciranda.run.LaunchResult
+function Round:finish(gang)
+  local result = self:watch(gang)
+  self.result = result
+  if result.kind ~= "detached" then
+    self.journal:append("attempt_end", { attempt = self.id, status = result.status, kind = result.kind })
+  end
+  return result
+end
+
+---@private
+---@return ciranda.run.Gang
+function Round:make_gang()
+  local options = self.options
+  return gangs.new({
+    fleet = options.fleet,
+    run = options.run,
+    id = self.id,
+    command = options.command,
+    directory = self.directory,
+    guard = attempt.guard(),
+    journal = self.journal,
+    environment = options.environment,
+    bundle = options.bundle,
+    use_existing = options.use_existing,
+    stage_timeout = options.stage_timeout,
+    failure_grace = options.failure_grace,
+    on_change = function(gang)
+      self:status_line(gang)
+    end,
+    on_bytes = function(worker, bytes)
+      self.logs:take(worker, bytes)
+      self.steps:read(worker, bytes)
+      if options.on_bytes then
+        options.on_bytes(worker, bytes)
+      end
+    end,
+    on_outcome = function(outcome)
+      self.logs:finish(outcome.worker)
+    end,
+    on_failure = function(outcome)
+      self.named = outcome
+      self:say("%s", cause.failure_line(outcome))
+    end,
+  })
+end
+
+---@private
+function Round:open_logs()
+  local options = self.options
+  self.output = output.new(1)
+  self.logs = logs_of.open({
+    directory = ("%s/%s"):format(self.journal.directory, self.id),
+    links = logs_of.link_directory(options.run),
+    workers = options.fleet:workers(),
+    show = options.show,
+    raw = not options.json and function(bytes)
+      self.output:write(bytes)
+    end or nil,
+    lines = function(text)
+      self:say("%s", (text:gsub("\n$", "")))
+    end,
+  })
+  self.logs_directory = logs_of.link_directory(options.run)
+end
+
+---@private
+function Round:close()
+  if self.remove_handler then
+    self.remove_handler()
+  end
+  if self.logs then
+    self.logs:close()
+  end
+  if self.output then
+    self.output:close()
+  end
+end
+
+Round.__close = Round.close
+
+--- Stages every worker, tells all to go, watches to the end.
+---@async
+---@return ciranda.run.LaunchResult
+function Round:run()
+  local gang = self:make_gang()
+  if not self:try("staging", "nothing was started", gang.stage, gang) then
+    return self.result
+  end
+  self:open_logs()
+  self:say("Running main command, logs located in: %s/", self.logs_directory)
+  self.running = true
+  if not self:try("infra", "those that were started were stopped", gang.go, gang) then
+    return self.result
+  end
+  return self:finish(gang)
+end
+
+--- Takes up what an earlier runner has started, and watches it to the end.
+---@async
+---@return ciranda.run.LaunchResult
+function Round:rejoin()
+  self:open_logs()
+  local gang = self:make_gang()
+  self:say("Taking up run %s, logs located in: %s/", self.options.run, self.logs_directory)
+  self.running = true
+  gang:rejoin(function(worker)
+    return self.logs:size(worker)
+  end)
+  return self:finish(gang)
+end
+
+return M

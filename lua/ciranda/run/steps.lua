@@ -1,0 +1,142 @@
+--- The steps of one attempt: how far its logs say that it came, and what of that is on disk after its end.
+--
+-- Logs are read as they come, so that the end can say what was lost; the disk decides what was saved.
+local checkpoint = require("ciranda.run.checkpoint")
+local err = require("ciranda.io.error")
+
+local M = {}
+
+--- Seconds that looking at the checkpoints may hold up a signal.
+local LOOK_BEFORE = 5
+
+---@class ciranda.run.StepsOptions
+---@field fleet ciranda.Fleet
+---@field directory string? where COMMAND saves; nil when nobody has said it
+---@field base string the directory COMMAND runs in, below the login directory
+---@field say fun(format: string, ...)
+---@field on_saved fun(step: integer) a save by signal is on disk
+
+---@class ciranda.run.Steps
+---@field options ciranda.run.StepsOptions
+---@field last_step integer? the last that a log speaks of
+---@field sync_point integer? where the processes agreed to save and stop
+---@field told_to_stop boolean? a log says that a SIGTERM ended the training
+---@field private partial table<ciranda.Worker, string> the beginnings of lines that have not ended
+local Steps = {}
+Steps.__index = Steps
+
+---@param options ciranda.run.StepsOptions
+---@return ciranda.run.Steps
+function M.new(options)
+  return setmetatable({ options = options, partial = {} }, Steps)
+end
+
+--- Takes note of the steps that a log speaks of, and of a stop that the command was told of.
+---@param worker ciranda.Worker
+---@param bytes string
+function Steps:read(worker, bytes)
+  local text = (self.partial[worker] or "") .. bytes
+  local cut = text:match("^.*\n()") or 1
+  local lines = text:sub(1, cut - 1)
+  local step = checkpoint.last_step(lines)
+  if step and step > (self.last_step or -1) then
+    self.last_step = step
+  end
+  self.sync_point = checkpoint.sync_point(lines) or self.sync_point
+  self.told_to_stop = self.told_to_stop or checkpoint.stopped_by_signal(lines)
+  self.partial[worker] = text:sub(cut):sub(-4096)
+end
+
+--- Looks at the checkpoints before a signal; a look that fails must not keep the signal back.
+---@async
+---@return ciranda.checkpoint.Watch?
+function Steps:look_before()
+  local options = self.options
+  if not options.directory then
+    return nil
+  end
+  local ok, watch = pcall(checkpoint.before, options.fleet, options.directory, {
+    base = options.base,
+    timeout = LOOK_BEFORE,
+  })
+  if ok then
+    return watch
+  elseif not err.is(watch) or err.is(watch, "cancelled") then
+    error(watch, 0)
+  end
+  options.say("The checkpoints could not be looked at before the signal: %s", tostring(watch))
+  return nil
+end
+
+--- Does the log say that the command stopped because it was told to? Its exit status does not say it; a job that
+--- trained on after its sync point was not stopped by it.
+---@return boolean
+function Steps:obeyed_a_signal()
+  return self.told_to_stop or self.sync_point ~= nil and self.sync_point >= (self.last_step or 0)
+end
+
+--- What is on disk, when nobody looked before the end.
+---@private
+---@param obeyed boolean the command stopped because it was told to, by others than us
+function Steps:tell_newest(obeyed)
+  local options = self.options
+  local listing = checkpoint.look(options.fleet, options.directory, { base = options.base })
+  if listing.answered == 0 then
+    options.say("Last step on disk: nobody could be asked about %s", options.directory)
+    return
+  end
+  local step = checkpoint.newest(listing)
+  if obeyed and self.sync_point and step == self.sync_point then
+    options.say("Checkpoint: saved: step %d is on disk in %s", step, options.directory)
+    options.on_saved(step)
+    return
+  end
+  local lost = self.last_step and self.last_step - (step or -1)
+  options.say(
+    "Last step on disk: %s in %s%s",
+    step and tostring(step) or "none",
+    options.directory,
+    lost
+        and ("; %d step%s lost (the logs had reached step %d)"):format(
+          math.max(lost, 0),
+          lost == 1 and "" or "s",
+          self.last_step
+        )
+      or ""
+  )
+end
+
+--- Says what is on disk after the end.
+---@async
+---@param watch ciranda.checkpoint.Watch? what was there before the signal
+---@param stopped boolean we stopped it
+function Steps:tell(watch, stopped)
+  local options = self.options
+  if not options.directory then
+    if self.last_step or stopped then
+      options.say(
+        "Checkpoints: not looked at, since nobody said where they are (--CHECKPOINT_DIR)%s",
+        self.last_step and ("; the logs had reached step %d"):format(self.last_step) or ""
+      )
+    end
+    return
+  end
+  local ok, problem = pcall(function()
+    if not watch then
+      return self:tell_newest(not stopped and self:obeyed_a_signal())
+    end
+    local said = watch:after(self.sync_point)
+    options.say("Checkpoint: %s", checkpoint.describe(said, options.directory, self.last_step))
+    if said.saved then
+      options.on_saved(said.step)
+    end
+  end)
+  if not ok then
+    if not err.is(problem) or err.is(problem, "cancelled") then
+      error(problem, 0)
+    end
+    options.say("Checkpoint: nobody can say what is in %s: %s", options.directory, tostring(problem))
+  end
+end
+
+return M
