@@ -25,9 +25,13 @@ typedef struct auth {
   char trouble_text[160];
 } auth;
 
-/* The algorithm that the data to be signed names (RFC 4252, section 7). Empty when it does not
- * parse. */
+/*
+ * The algorithm that the data to be signed names (RFC 4252, section 7). Empty when it does not
+ * parse. A certificate's is the one of its key: only the name in the request tells them apart.
+ */
 static cir_span algorithm_of(const uint8_t *data, size_t size) {
+  static const char suffix[] = "-cert-v01@openssh.com";
+  const size_t length = sizeof suffix - 1;
   cir_wire wire = cir_wire_of(data, size);
   cir_wire_string(&wire);   /* the session's identifier */
   cir_wire_bytes(&wire, 1); /* SSH_MSG_USERAUTH_REQUEST */
@@ -35,7 +39,10 @@ static cir_span algorithm_of(const uint8_t *data, size_t size) {
   cir_wire_string(&wire);   /* "ssh-connection" */
   cir_wire_string(&wire);   /* "publickey" */
   cir_wire_bytes(&wire, 1); /* TRUE */
-  return cir_wire_string(&wire);
+  cir_span name = cir_wire_string(&wire);
+  if (name.size > length && memcmp(name.data + name.size - length, suffix, length) == 0)
+    name.size -= length;
+  return name;
 }
 
 static void no_signature(auth *self, const char *reason, const char *text) {
@@ -191,10 +198,11 @@ static const cir_ssh_operation_kind AUTH = {.phase = "auth",
                                             .release = release_auth};
 
 /*
- * session:authenticate(options, function(err) end) -> operation. Options: user, key or both of
- * public (the blob) and sign, and timeout. sign(algorithm, data, reply) is a function that calls
- * reply(signature), with what belongs inside the signature's inner string, or reply(nil, why),
- * once. After a failure with code "auth" another key may be tried. [-3, +1, e]
+ * session:authenticate(options, function(err) end) -> operation. Options: user, key or sign,
+ * public (what the server is shown: needed with sign; a key's certificate with key) and timeout.
+ * sign(algorithm, data, reply) is a function that calls reply(signature), with what belongs inside
+ * the signature's inner string, or reply(nil, why), once. After a failure with code "auth" another
+ * key may be tried. [-3, +1, e]
  */
 int cir_ssh_l_authenticate(lua_State *L) {
   static const char *const known[] = {"user", "key", "public", "sign", "timeout", NULL};
@@ -210,12 +218,13 @@ int cir_ssh_l_authenticate(lua_State *L) {
   cir_ssh_key **key = lua_isnil(L, -1) ? NULL : luaL_checkudata(L, -1, CIR_SSH_KEY);
   lua_getfield(L, 2, "public");
   lua_getfield(L, 2, "sign");
-  bool signer = lua_type(L, -2) == LUA_TSTRING && lua_type(L, -1) == LUA_TFUNCTION;
+  bool public = lua_type(L, -2) == LUA_TSTRING;
+  bool signer = public && lua_type(L, -1) == LUA_TFUNCTION;
   luaL_argcheck(L, (key != NULL) != signer, 2, "either 'key', or 'public' and 'sign', is needed");
 
   size_t size;
-  const char *blob = signer ? lua_tolstring(L, -2, &size) : (const char *)(*key)->blob;
-  if (!signer)
+  const char *blob = public ? lua_tolstring(L, -2, &size) : (const char *)(*key)->blob;
+  if (!public)
     size = (*key)->blob_size;
   auth *self = calloc(1, sizeof *self);
   if (self != NULL) {

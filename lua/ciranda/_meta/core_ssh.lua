@@ -91,7 +91,7 @@ function Session:banner() end
 ---@class ciranda.core.ssh.AuthOptions
 ---@field user string
 ---@field key ciranda.core.ssh.Key?  or both of public and sign
----@field public string?
+---@field public string? what the server is shown; with a key: its certificate
 ---@field sign fun(algorithm: string, data: string, reply: fun(signature: string?, why: string?))?
 ---@field timeout integer?
 

@@ -30,6 +30,7 @@ local NEW_OPTIONS = {
   port = true,
   timeouts = true,
   config = true,
+  match_exec = true,
   internal_ip = true,
   retry_for = true,
   handshakes = true,
@@ -78,7 +79,7 @@ Fleet.__index = Fleet
 
 --- A fleet of these slices' workers.
 ---@param slices ciranda.Slice[] from a provider
----@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config: as for `ssh.connect`;
+---@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config, match_exec: as for `ssh.connect`;
 ---  internal_ip (true: internal addresses only, false: external only, nil: the external one if it answers);
 ---  retry_for (seconds, 30); handshakes (64 at once); connect (in place of `ssh.connect`);
 ---  on_address(worker, "external"|"internal")

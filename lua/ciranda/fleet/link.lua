@@ -22,6 +22,7 @@ local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", 
 ---@field port integer?
 ---@field timeouts table?
 ---@field config string|false|nil ssh_config in place of the default ones
+---@field match_exec boolean? the programs of `Match exec` in ssh_config may run
 ---@field internal_ip boolean? true: internal addresses only; nil: the external one, if it answers
 ---@field retry_for number seconds during which a failing connect is tried again
 ---@field handshakes ciranda.task.Semaphore how many handshakes run at once
@@ -104,6 +105,7 @@ function Link:dial(place)
       host_key_policy = settings.host_key_policy,
       timeouts = settings.timeouts,
       config = settings.config,
+      match_exec = settings.match_exec,
     })
   end)
 end

@@ -42,6 +42,11 @@ M.flags = {
     choices = { "strict", "accept-new" },
     help = "accept-new: take an unknown host's key on first use. Cloud workers' keys come from the API either way.",
   },
+  {
+    name = "match-exec",
+    type = "boolean",
+    help = "Run the programs of Match exec in ssh_config (otherwise such a Match counts for nothing).",
+  },
 }
 
 --- `0-3,7` as a node set; other texts are node sets already.
@@ -122,7 +127,7 @@ end
 ---@field fleet ciranda.Fleet to be closed
 ---@field slices ciranda.Slice[]
 ---@field tpu ciranda.gcp.Tpu? when a cloud API was asked
----@field connection table what is needed to connect again: user, port, internal_ip, host_key_policy, key
+---@field connection table what is needed to connect again: user, port, internal_ip, host_key_policy, match_exec, key
 ---@field answered table<ciranda.Worker, string> the address that answered, of those connected to
 ---@field login fun() makes sure that the key is let in; call it before much else
 local Target = {}
@@ -161,6 +166,7 @@ function M.of(slices, tpu, flags, progress)
     port = flags.ssh_port,
     internal_ip = flags.INTERNAL_IP,
     host_key_policy = flags.host_keys,
+    match_exec = flags.match_exec,
     keys = flags.ssh_key,
   }
   local options = { keys = flags.ssh_key and key or nil }

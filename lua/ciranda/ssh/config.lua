@@ -1,9 +1,9 @@
 --- ssh_config: what a person has written about a host for OpenSSH, read as OpenSSH reads it.
 ---
 --- The first value found for a keyword counts; identity files and variables add up. `Host` and `Match` (all, host,
---- originalhost, user, localuser, final; `exec` never matches, since it would run a program), patterns and negation,
---- `Include` with wildcards, quotes, comments, the tokens of each keyword. Keywords that concern other things
---- (forwarding, multiplexing, terminals, algorithms) are left alone.
+--- originalhost, user, localuser, final; `exec` only when asked for, since it runs a program, and else never matches),
+--- patterns and negation, `Include` with wildcards, quotes, comments, the tokens of each keyword. Keywords that concern
+--- other things (forwarding, multiplexing, terminals, algorithms) are left alone.
 
 local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
@@ -11,12 +11,19 @@ local files = require("ciranda.ssh.config_file")
 local fs = require("ciranda.io.fs")
 local known_hosts = require("ciranda.ssh.known_hosts")
 local log = require("ciranda.io.log")
+local process = require("ciranda.io.process")
 local uv = require("luv")
 
 local M = {}
 
 -- OpenSSH's limits.
-local MAX_DEPTH, MAX_IDENTITIES = 16, 100
+local MAX_DEPTH, MAX_FILES = 16, 100
+
+-- Seconds that a program of `Match exec` may take.
+local EXEC_SECONDS = 30
+
+-- Keywords whose values add up, each a file, and their field.
+local FILES = { identityfile = "identity_files", certificatefile = "certificate_files" }
 
 -- Values -----------------------------------------------------------------------------------------------------------
 
@@ -135,6 +142,54 @@ local function local_user()
   return uv.os_get_passwd().username
 end
 
+--- Replace %-tokens. An unknown one is an error of the configuration.
+local function expand_tokens(text, tokens, what)
+  return (
+    text:gsub("%%(.?)", function(letter)
+      local value = letter == "%" and "%" or tokens[letter]
+      if not value then
+        errors.raise({
+          code = "usage",
+          op = "ssh.config",
+          message = ("ssh_config: %s: %q holds the unknown token %%%s"):format(what, text, letter),
+        })
+      end
+      return value
+    end)
+  )
+end
+
+--- The tokens that paths and commands may hold.
+---@param raw table what has been found so far
+---@param host string as it was typed
+---@param options { user: string?, port: integer? }
+---@return table<string, string>
+local function tokens_of(raw, host, options)
+  local hostname = raw.hostname or host
+  local local_host = uv.os_gethostname()
+  local tokens = {
+    h = hostname,
+    n = host,
+    p = tostring(options.port or raw.port or 22),
+    r = options.user or raw.user or local_user(),
+    u = local_user(),
+    d = uv.os_homedir(),
+    l = local_host,
+    L = local_host:match("^[^.]*"),
+    i = tostring(uv.getuid()),
+    k = raw.host_key_alias or host,
+  }
+  local jump = raw.proxy_jump ~= "none" and raw.proxy_jump or ""
+  return setmetatable(tokens, {
+    __index = function(_, letter)
+      if letter == "C" then
+        return crypto.hex(crypto.digest("sha1", local_host .. hostname .. tokens.p .. tokens.r .. jump))
+      end
+      return nil
+    end,
+  })
+end
+
 local Reader = {}
 Reader.__index = Reader
 
@@ -142,6 +197,26 @@ Reader.__index = Reader
 function Reader:hostname()
   local name = self.found.hostname
   return name and (name:gsub("%%(.)", { h = self.original, ["%"] = "%" })) or self.original
+end
+
+--- Whether the program of a `Match exec` ends well.
+function Reader:runs_well(line, command)
+  local tokens =
+    tokens_of(setmetatable({ hostname = self:hostname() }, { __index = self.found }), self.original, self)
+  command = expand_tokens(command, tokens, "Match exec")
+  local ok, result = pcall(process.run, {
+    os.getenv("SHELL") or "/bin/sh",
+    "-c",
+    command,
+    timeout = EXEC_SECONDS,
+  })
+  if not ok then
+    if errors.is(result, "timeout") then
+      bad(line, ("%s has not ended within %d s"):format(command, EXEC_SECONDS))
+    end
+    error(result, 0)
+  end
+  return result.code == 0
 end
 
 --- Whether a Match line matches.
@@ -179,8 +254,12 @@ function Reader:match(line)
         hit = matches({ value }, self.user or self.found.user or local_user())
       elseif criterion == "localuser" then
         hit = matches({ value }, local_user())
+      elseif criterion == "exec" and self.exec then
+        -- As ssh does: a program runs only where everything before it matches.
+        hit = result and self.outer and self:runs_well(line, value)
+        negated = result and negated
       else
-        log.debug("%s: Match %s is not supported and does not match", line.where, criterion)
+        log.debug("%s: Match %s is not looked at and does not match", line.where, criterion)
         hit, negated = false, false
       end
     end
@@ -195,14 +274,16 @@ end
 --- A keyword that adds up or has its own form. Returns whether it was one.
 function Reader:special(line)
   local keyword, args, found = line.keyword, line.args, self.found
-  if keyword == "identityfile" then
-    found.identity_files = found.identity_files or {}
+  local files_of = FILES[keyword]
+  if files_of then
+    local list = found[files_of] or {}
+    found[files_of] = list
     local known = false
-    for _, path in ipairs(found.identity_files) do
+    for _, path in ipairs(list) do
       known = known or path == args[1]
     end
-    if not known and #found.identity_files < MAX_IDENTITIES then
-      table.insert(found.identity_files, args[1])
+    if not known and #list < MAX_FILES then
+      table.insert(list, args[1])
     end
   elseif keyword == "userknownhostsfile" then
     found.user_known_hosts = found.user_known_hosts or args
@@ -298,23 +379,6 @@ end
 
 -- Tokens -----------------------------------------------------------------------------------------------------------
 
---- Replace %-tokens. An unknown one is an error of the configuration.
-local function expand_tokens(text, tokens, what)
-  return (
-    text:gsub("%%(.?)", function(letter)
-      local value = letter == "%" and "%" or tokens[letter]
-      if not value then
-        errors.raise({
-          code = "usage",
-          op = "ssh.config",
-          message = ("ssh_config: %s: %q holds the unknown token %%%s"):format(what, text, letter),
-        })
-      end
-      return value
-    end)
-  )
-end
-
 --- ${NAME} of the environment.
 local function expand_variables(text, what)
   return (
@@ -345,6 +409,7 @@ end
 ---@field connect_timeout number?      seconds
 ---@field keepalive { interval: number, count: integer }|false|nil
 ---@field identity_files string[]?     those that exist
+---@field certificate_files string[]?  those that exist
 ---@field identity_agent string|false|nil
 ---@field identities_only boolean?
 ---@field known_hosts string[]?
@@ -357,7 +422,7 @@ end
 --- The raw values, as `ssh -G` shows them: for tests and `resolve`.
 ---@async
 ---@param host string
----@param options { file: string|false|nil, user: string? }
+---@param options { file: string|false|nil, user: string?, port: integer?, exec: boolean? } exec: `Match exec` counts
 ---@return table
 function M.evaluate(host, options)
   local home = uv.os_homedir()
@@ -371,6 +436,8 @@ function M.evaluate(host, options)
     original = host,
     host = host, -- what Host lines are compared with: in the final pass, the resolved name
     user = options.user,
+    port = options.port,
+    exec = options.exec,
     found = { send_patterns = {} },
     outer = true,
   }, Reader)
@@ -434,7 +501,8 @@ end
 --- What ssh_config says of a host, ready for use.
 ---@async
 ---@param host string as it was typed
----@param options { file: string|false|nil, user: string?, port: integer? }? what is known already
+---@param options { file: string|false|nil, user: string?, port: integer?, exec: boolean? }? what is known already;
+---  exec: run the programs of `Match exec`
 ---@return ciranda.ssh.Found
 --- Raises `usage` for a configuration that cannot be read.
 function M.resolve(host, options)
@@ -443,31 +511,8 @@ function M.resolve(host, options)
     return { send_env = {} }
   end
   local raw = M.evaluate(host, options)
-  local port = options.port or raw.port or 22
-  local user = options.user or raw.user or local_user()
-  local hostname = raw.hostname or host
-  local local_host = uv.os_gethostname()
-  local tokens = {
-    h = hostname,
-    n = host,
-    p = tostring(port),
-    r = user,
-    u = local_user(),
-    d = uv.os_homedir(),
-    l = local_host,
-    L = local_host:match("^[^.]*"),
-    i = tostring(uv.getuid()),
-    k = raw.host_key_alias or host,
-  }
   local jump = raw.proxy_jump and raw.proxy_jump ~= "none" and raw.proxy_jump or nil
-  setmetatable(tokens, {
-    __index = function(_, letter)
-      if letter == "C" then
-        return crypto.hex(crypto.digest("sha1", local_host .. hostname .. tokens.p .. user .. (jump or "")))
-      end
-      return nil
-    end,
-  })
+  local tokens = tokens_of(raw, host, options)
 
   local found = {
     hostname = raw.hostname,
@@ -485,12 +530,14 @@ function M.resolve(host, options)
     found.keepalive = raw.alive_interval > 0
       and { interval = raw.alive_interval, count = math.max(1, raw.alive_count or 3) }
   end
-  for _, path in ipairs(raw.identity_files or {}) do
-    if path:lower() ~= "none" then
-      path = expand_path(path, tokens, "IdentityFile")
-      found.identity_files = found.identity_files or {}
-      if fs.exists(path) then
-        table.insert(found.identity_files, path)
+  for keyword, field in pairs(FILES) do
+    for _, path in ipairs(raw[field] or {}) do
+      if path:lower() ~= "none" then
+        path = expand_path(path, tokens, keyword)
+        found[field] = found[field] or {}
+        if fs.exists(path) then
+          table.insert(found[field], path)
+        end
       end
     end
   end
@@ -517,7 +564,7 @@ function M.resolve(host, options)
       end
     end
   end
-  local own = { h = hostname, n = host, p = tokens.p, r = user }
+  local own = { h = tokens.h, n = host, p = tokens.p, r = tokens.r }
   found.proxy_jump = jump and expand_tokens(jump, own, "ProxyJump")
   if raw.proxy_command and raw.proxy_command:lower() ~= "none" then
     found.proxy_command = expand_tokens(raw.proxy_command, own, "ProxyCommand")

@@ -49,6 +49,7 @@ local OPTIONS = {
   port = true,
   user = true,
   keys = true,
+  certificates = true,
   agent = true,
   passphrase = true,
   identities_only = true,
@@ -58,6 +59,7 @@ local OPTIONS = {
   host_key_policy = true,
   timeouts = true,
   config = true,
+  match_exec = true,
   jump = true,
   via = true, -- of ciranda.ssh.proxy: the jump hosts passed so far
   proxy_command = true,
@@ -74,6 +76,8 @@ local OPTIONS = {
 ---@field user string?             else ssh_config's User, the local user
 ---@field keys (string|ciranda.ssh.Key)[]|string|nil  files (`~` allowed) or keys from `ssh.key`; else ssh_config's
 ---                                IdentityFile, else gcloud's and OpenSSH's default files
+---@field certificates string|string[]|nil  files with certificates of those keys; else ssh_config's CertificateFile.
+---                                The one beside a key, PATH-cert.pub, needs no mention
 ---@field agent boolean|string|nil false: none; a path: that socket; else IdentityAgent, SSH_AUTH_SOCK
 ---@field passphrase ciranda.ssh.Passphrase?  for encrypted files
 ---@field identities_only boolean? no key of the agent beyond the named ones
@@ -83,6 +87,7 @@ local OPTIONS = {
 ---@field host_key_policy "strict"|"accept-new"|nil  "strict"
 ---@field timeouts table<string, number>?  seconds: resolve, connect, banner, kex, auth, channel
 ---@field config string|false|nil  an ssh_config file instead of the default ones; false: none
+---@field match_exec boolean?     run the programs of `Match exec`; otherwise such a Match never matches
 ---@field jump string|ciranda.ssh.Connection|false|nil  "[user@]host[:port],..." to go through; false: none
 ---@field proxy_command string?    a command whose standard streams carry the connection
 ---@field carrier (fun(address: string, port: integer): table)?  carries the bytes itself: see ciranda.ssh.proxy
@@ -176,6 +181,7 @@ local function settle(options)
     file = options.config,
     user = user,
     port = options.port,
+    exec = options.match_exec,
   })
   local policy = options.host_key_policy or found.host_key_policy or "strict"
   if policy ~= "strict" and policy ~= "accept-new" then
@@ -203,6 +209,7 @@ local function settle(options)
     timeouts = timeouts,
     known_hosts = files and as_list(files) or {},
     keys = as_list(options.keys) or found.identity_files,
+    certificates = as_list(options.certificates) or found.certificate_files,
     agent = options.agent,
     passphrase = options.passphrase,
     identities_only = options.identities_only,

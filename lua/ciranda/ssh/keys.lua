@@ -3,6 +3,7 @@
 --- A key file is parsed once and serves every session; a passphrase is asked for once. What a key file holds never
 --- enters Lua: the engine reads it on the thread pool and wipes its copies.
 
+local certificates = require("ciranda.ssh.certificates")
 local core = require("ciranda.core.ssh")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
@@ -24,6 +25,7 @@ local FRESH_MS = 2000
 ---@field type string    "ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", ...
 ---@field blob string    the public key in bytes
 ---@field comment string
+---@field certificate ciranda.ssh.Certificate?  from the file beside it, PATH-cert.pub
 ---@field private handle userdata the engine's key
 
 ---@alias ciranda.ssh.Passphrase string|fun(path: string, attempt: integer): string?
@@ -149,6 +151,8 @@ function M.load(path, passphrase, quiet)
       cached = { stamp = stamp, key = wrap_key(open(path, passphrase, quiet), path) }
       cache[path] = cached
     end
+    -- Certificates live for hours and are made anew beside a key that stays.
+    cached.key.certificate = M.certificate_of(path)
     cached.checked = uv.now()
     return cached.key
   end)
@@ -184,6 +188,23 @@ function M.public_of(path)
   end
   local good, blob = pcall(require("ciranda.io.crypto").unbase64, base64)
   return good and blob or nil
+end
+
+--- The certificate beside a private key (PATH-cert.pub), or nil when there is none that can be read: then the key
+--- counts by itself.
+---@async
+---@param path string
+---@return ciranda.ssh.Certificate?
+function M.certificate_of(path)
+  local ok, certificate = pcall(certificates.load, M.expand(path) .. "-cert.pub")
+  if not ok then
+    if not errors.is(certificate, "invalid") then
+      error(certificate, 0)
+    end
+    log.debug("%s", certificate.message)
+    return nil
+  end
+  return certificate
 end
 
 --- The files that are tried when none is named, those that exist: gcloud's key, then OpenSSH's own in its order.

@@ -3,9 +3,11 @@
 --- Servers allow few attempts (OpenSSH's MaxAuthTries is 6), so the order matters: keys that were named come first, a
 --- file that is encrypted by way of the agent when that holds its key; then the agent's other keys, unless only the
 --- named ones are wanted. When none is named: the agent's keys, then the default files. The agent is asked only when
---- its turn comes.
+--- its turn comes. A key's certificates (CertificateFile, PATH-cert.pub) are offered just before the key itself, signed
+--- with by whoever holds the key.
 
 local agents = require("ciranda.ssh.agent")
+local certificates = require("ciranda.ssh.certificates")
 local core = require("ciranda.core.ssh")
 local errors = require("ciranda.io.error")
 local keys = require("ciranda.ssh.keys")
@@ -84,22 +86,23 @@ end
 
 -- Offers -----------------------------------------------------------------------------------------------------------
 
-local function with_key(settings, key)
+local function with_key(settings, key, certificate)
   return {
     user = settings.user,
     key = key.handle,
+    public = certificate,
     timeout = math.floor(settings.timeouts.auth * 1000),
   }
 end
 
---- Authenticate with a private key.
-local function offer_key(session, settings, key)
-  return task.call(session.authenticate, session, with_key(settings, key))
+--- Authenticate with a private key, under its certificate when there is one.
+local function offer_key(session, settings, certificate, key)
+  return task.call(session.authenticate, session, with_key(settings, key, certificate))
 end
 
 --- Authenticate with a signature of the agent's. The engine asks for it in a callback, where nothing may wait: a task
 --- of its own asks the agent.
-local function offer_agent(session, settings, agent, blob)
+local function offer_agent(session, settings, certificate, agent, blob)
   local scope <close> = task.scope()
   local asked = task.event()
   local request
@@ -114,7 +117,7 @@ local function offer_agent(session, settings, agent, blob)
   end)
   task.call(session.authenticate, session, {
     user = settings.user,
-    public = blob,
+    public = certificate or blob,
     sign = function(algorithm, data, reply)
       request = { algorithm = algorithm, data = data, reply = reply }
       asked:set()
@@ -174,6 +177,45 @@ end
 local Attempts = {}
 Attempts.__index = Attempts
 
+--- The certificates of a public key that have not been offered yet: those of CertificateFile, then the one beside it.
+function Attempts:certificates_of(public, beside)
+  if not self.certificates then
+    self.certificates = {}
+    for _, path in ipairs(self.settings.certificates or {}) do
+      local ok, certificate = pcall(certificates.load, keys.expand(path))
+      if ok then
+        table.insert(self.certificates, certificate)
+      else
+        self:failed(path, certificate)
+      end
+    end
+  end
+  local candidates = table.move(self.certificates, 1, #self.certificates, 1, {})
+  candidates[#candidates + 1] = beside
+  local list = {}
+  for _, certificate in ipairs(candidates) do
+    if certificate.public == public and not self.used[certificate.blob] then
+      self.used[certificate.blob] = true
+      list[#list + 1] = certificate
+    end
+  end
+  return list
+end
+
+--- Offer a key under each of its certificates, then as it is. Returns whether it was accepted.
+function Attempts:try_key(name, public, beside, offer, ...)
+  self.used[public] = true
+  for _, certificate in ipairs(self:certificates_of(public, beside)) do
+    local problem = certificates.problem(certificate)
+    if problem then
+      self:failed(certificate.name, errors.new({ code = "auth", phase = "auth", message = problem }))
+    elseif self:try(certificate.name, offer, certificate.blob, ...) then
+      return true
+    end
+  end
+  return self:try(name, offer, nil, ...)
+end
+
 --- Offer a key by calling `offer`. Returns whether it was accepted; raises when nothing else can be tried.
 function Attempts:try(name, offer, ...)
   if self.offered == M.MAX_OFFERS then
@@ -217,8 +259,14 @@ function Attempts:try_file(path, agent)
   if not ok and errors.is(key, "auth") and key.reason == "passphrase_needed" then
     local identity = agent:find(keys.public_of(path))
     if identity then
-      self.used[identity.blob] = true
-      return self:try(path .. " of the agent", offer_agent, agent.agent, identity.blob)
+      return self:try_key(
+        path .. " of the agent",
+        identity.blob,
+        keys.certificate_of(path),
+        offer_agent,
+        agent.agent,
+        identity.blob
+      )
     end
     ok, key = pcall(keys.load, path, passphrase)
   end
@@ -226,16 +274,18 @@ function Attempts:try_file(path, agent)
     self:failed(path, key)
     return false
   end
-  self.used[key.blob] = true
-  return self:try(path, offer_key, key)
+  return self:try_key(path, key.blob, key.certificate, offer_key, key)
 end
 
---- Offer the agent's keys that have not been offered yet.
+--- Offer the agent's keys and certificates that have not been offered yet.
 function Attempts:try_agent(agent)
   for _, identity in ipairs(agent:identities()) do
-    if not self.used[identity.blob] then
-      self.used[identity.blob] = true
-      if self:try(name_of(identity), offer_agent, agent.agent, identity.blob) then
+    local certificate = certificates.is_type(identity.type) and certificates.parse(identity.blob, "")
+    local problem = certificate and certificates.problem(certificate)
+    if problem then
+      self:failed(name_of(identity), errors.new({ code = "auth", phase = "auth", message = problem }))
+    elseif not self.used[identity.blob] then
+      if self:try_key(name_of(identity), identity.blob, nil, offer_agent, agent.agent, identity.blob) then
         return true
       end
     end
@@ -258,14 +308,14 @@ local function first_key(settings)
 end
 
 --- Offer the first key at once, in the engine's callback: most logins need no other, and no task need be woken for
---- it. Returns nil when the first key is not at hand.
+--- it. Returns nil when the first key is not at hand, or has certificates.
 ---@param session userdata
 ---@param settings table
 ---@param done fun(outcome: { name: string, key: ciranda.ssh.Key, err: any? })
 ---@return userdata? operation
 function M.begin(session, settings, done)
   local key, name = first_key(settings)
-  if not key then
+  if not key or key.certificate or (settings.certificates and settings.certificates[1]) then
     return nil
   end
   return session:authenticate(with_key(settings, key), function(err)
@@ -310,8 +360,13 @@ function M.authenticate(session, settings, begun)
     if type(key) == "string" then
       accepted = attempts:try_file(key, agent)
     else
-      attempts.used[key.blob] = true
-      accepted = attempts:try(key.path or ("a key (%s)"):format(key.type), offer_key, key)
+      accepted = attempts:try_key(
+        key.path or ("a key (%s)"):format(key.type),
+        key.blob,
+        key.certificate,
+        offer_key,
+        key
+      )
     end
     if accepted then
       return attempts.accepted

@@ -21,12 +21,14 @@ local M = {}
 --- Options that a jump host shares with the host behind it.
 local SHARED = {
   "keys",
+  "certificates",
   "agent",
   "passphrase",
   "known_hosts",
   "host_key_policy",
   "timeouts",
   "config",
+  "match_exec",
   "keepalive",
 }
 

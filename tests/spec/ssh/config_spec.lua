@@ -1,4 +1,5 @@
 local config = require("ciranda.ssh.config")
+local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
 local uv = require("luv")
 
@@ -74,7 +75,6 @@ describe("ssh_config", function()
 
   it("ends files that include themselves", function()
     local path = support.path("circle")
-    local fs = require("ciranda.io.fs")
     fs.write(path, ("Include %s\n"):format(path))
     local err = fails("usage", nil, config.resolve, "x", { file = path })
     assert.is_truthy(err.message:find("too deeply", 1, true))
@@ -200,6 +200,55 @@ describe("ssh_config", function()
     return { values = values, identities = identities, sent = sent, set = set }
   end
 
+  it("runs the programs of Match exec only when asked, and then as ssh does", function()
+    local ran = support.path("ran")
+    local file = support.write(
+      "config",
+      ([[
+Host inner
+  HostName real.%%h
+Match exec "echo %%h %%n %%p >> %s; test %%n = inner"
+  User right
+Match !exec "test %%n = inner"
+  Port 2201
+Match user nobody-here exec "touch %s.never"
+  Port 2202
+Match originalhost inner exec "exit 3"
+  ServerAliveCountMax 7
+]]):format(ran, ran)
+    )
+    for _, host in ipairs({ "inner", "outer" }) do
+      local quiet = config.evaluate(host, { file = file })
+      assert.is_nil(quiet.user)
+      assert.is_nil(quiet.port)
+      assert.is_nil(fs.exists(ran))
+      local ours = config.evaluate(host, { file = file, exec = true })
+      local mine = fs.read(ran)
+      fs.remove(ran)
+      local theirs = ssh_says(file, host).values
+      assert.are.equal(fs.read(ran), mine)
+      fs.remove(ran)
+      assert.are.equal(host == "inner" and "right" or nil, ours.user)
+      assert.are.equal(theirs.port, tostring(ours.port or 22))
+      assert.are.equal(host == "inner" and "right" or theirs.user, theirs.user)
+      assert.are.equal(theirs.serveralivecountmax, tostring(ours.alive_count or 3))
+    end
+    assert.is_nil(fs.exists(ran .. ".never"))
+  end)
+
+  it("runs no program of Match exec for a connection that has not asked for it", function()
+    local ran = support.path("ran")
+    local file = support.write("config", ('Match exec "touch %s"\n  Port 1\n'):format(ran))
+    local ssh = require("ciranda.ssh")
+    local unasked = select(2, pcall(ssh.connect, { host = "127.0.0.1", port = 2, config = file }))
+    assert.are.equal("refused", unasked.code)
+    assert.is_nil(fs.exists(ran))
+    local asked = select(2, pcall(ssh.connect, { host = "127.0.0.1", config = file, match_exec = true }))
+    assert.are.equal("refused", asked.code)
+    assert.is_truthy(asked.message:find("127.0.0.1:1:", 1, true), asked.message)
+    assert.are.equal("file", fs.exists(ran))
+  end)
+
   it("means the same as to ssh -G, for configurations made at random", function()
     local seed = math.tointeger(tonumber(os.getenv("CIRANDA_SEED"))) or 1
     local state = seed
@@ -223,6 +272,7 @@ describe("ssh_config", function()
       AddressFamily = { "inet", "any", "inet6" },
       ProxyJump = { "none", "jump.example", "u@j1:2,j2" },
       IdentityFile = { "~/.ssh/a", "/keys/%r", '"/a b/c"' },
+      CertificateFile = { "~/.ssh/a-cert.pub", "/keys/%r-cert.pub" },
       SendEnv = { "LANG LC_*", "A B", "-LC_*" },
       SetEnv = { "A=1", 'B="x y" C=3' },
       StrictHostKeyChecking = { "yes", "accept-new", "no", "ask" },
