@@ -79,9 +79,9 @@ Fleet.__index = Fleet
 
 --- A fleet of these slices' workers.
 ---@param slices ciranda.Slice[] from a provider
----@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config, match_exec: as for `ssh.connect`;
----  internal_ip (true: internal addresses only, false: external only, nil: the external one if it answers);
----  retry_for (seconds, 30); handshakes (64 at once); connect (in place of `ssh.connect`);
+---@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config, match_exec: as for
+---  `ssh.connect`; internal_ip (true: internal addresses only, false: external only, nil: the external one if it
+---  answers); retry_for (seconds, 30); handshakes (64 at once); connect (in place of `ssh.connect`);
 ---  on_address(worker, "external"|"internal")
 ---@return ciranda.Fleet fleet to be closed; a `<close>` variable may hold it
 -- Raises a misuse for an unknown option.

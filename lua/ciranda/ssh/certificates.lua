@@ -84,7 +84,7 @@ function M.load(path)
       phase = "auth",
       op = "ssh.certificate",
       target = path,
-      message = ("%s is no certificate that can be used: one begins with the name of a type, such as ssh-ed25519%s"):format(
+      message = ("%s is no certificate that can be used: one begins with a type such as ssh-ed25519%s"):format(
         path,
         SUFFIX
       ),
