@@ -1,6 +1,7 @@
 --- sim: the simulated cloud in the foreground.
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
 local sim = require("ciranda.sim")
 local uv = require("luv")
 
@@ -29,6 +30,28 @@ M.flags = {
     help = "Limits in the units of the types' names: 64, or v5litepod=64,v5litepod-spot=32,v4=128.",
   },
   { name = "capacity", help = "What each zone has, in the same form: what is beyond it waits." },
+  {
+    name = "reservation",
+    many = true,
+    help = "Reserved capacity of the zone: NAME:TYPE=UNITS, such as mine:v5p=64.",
+  },
+  { name = "creates-per-minute", type = "integer", help = "More creates than this are refused with 429." },
+  {
+    name = "delay",
+    many = true,
+    help = "How long the cloud takes: NAME=SECONDS or NAME=FROM-TO, such as provision=60-300.",
+  },
+  {
+    name = "grace",
+    many = true,
+    help = "What programs are given: notice=SECONDS before a preemption, maintenance=SECONDS.",
+  },
+  {
+    name = "fault",
+    many = true,
+    help = "What goes wrong: KIND[,FIELD=VALUE...], such as error,method=nodes.*,status=UNAVAILABLE,"
+      .. "probability=0.1 or lose,every=3600.",
+  },
   { name = "bucket", help = "Buckets of Cloud Storage that are there; several with commas." },
   { name = "seed", type = "integer", default = 1, help = "The same seed gives the same day." },
   {
@@ -69,6 +92,68 @@ local function limits(flag, text)
       })
     end
     result[prefix] = math.tointeger(tonumber(number))
+  end
+  return result
+end
+
+local function usage(flag, format, ...)
+  errors.raise({ code = "usage", message = ("--%s: "):format(flag) .. format:format(...) })
+end
+
+-- { NAME = seconds or { from, to } } of NAME=SECONDS and NAME=FROM-TO.
+local function times(flag, list, known)
+  local result = {}
+  for _, entry in ipairs(list or {}) do
+    local name, from, to = entry:match("^([%w_]+)=([%d.]+)%-?([%d.]*)$")
+    local low, high = tonumber(from), to ~= "" and tonumber(to) or nil
+    if not low or to ~= "" and (not high or high < low) then
+      usage(flag, "'%s' is neither NAME=SECONDS nor NAME=FROM-TO, such as provision=60-300", entry)
+    elseif known[name] == nil then
+      local names = {}
+      for each in pairs(known) do
+        names[#names + 1] = each
+      end
+      table.sort(names)
+      usage(flag, "there is no '%s'; there are %s", name, table.concat(names, ", "))
+    end
+    result[name] = high and { low, high } or low
+  end
+  return result
+end
+
+local function reservations(list, zone)
+  local result = {}
+  for i, entry in ipairs(list or {}) do
+    local name, prefix, size = entry:match("^([%w-]+):(%w+)=(%d+)$")
+    if not name then
+      usage("reservation", "'%s' is not NAME:TYPE=UNITS, such as mine:v5p=64", entry)
+    end
+    result[i] = { name = name, prefix = prefix, size = math.tointeger(tonumber(size)), zone = zone }
+  end
+  return result
+end
+
+-- Faults of KIND[,FIELD=VALUE...]. A comma that no FIELD= follows belongs to the value.
+local function faults(list)
+  local types = require("ciranda.sim.faults").TYPES
+  local result = {}
+  for i, entry in ipairs(list or {}) do
+    local kind, rest = entry:match("^(%w[%w_]*)(.*)$")
+    local fault = { kind = kind or entry }
+    rest = (rest or ""):gsub(",(%l[%w_]*)=", "\0%1=")
+    for field in rest:gmatch("%Z+") do
+      local name, value = field:match("^(%l[%w_]*)=(.*)$")
+      if not name then
+        usage("fault", "'%s' is not KIND[,FIELD=VALUE...]", entry)
+      elseif types[name] == "any" then
+        fault[name] = json.decode(value, "--fault: " .. name)
+      elseif types[name] == "integer" or types[name] == "number" then
+        fault[name] = math.tointeger(tonumber(value)) or tonumber(value) or value
+      else
+        fault[name] = value
+      end
+    end
+    result[i] = fault
   end
   return result
 end
@@ -125,6 +210,7 @@ function M.run(context)
     context.progress:say("%s %s %s", event.time:sub(12, 23), event.subject:match("[^/]*$"), event.text)
   end
   local on_event = flags.events and tell or nil
+  local world = require("ciranda.sim.world")
   local simulator <close> = sim.start({
     slices = flags.slices,
     type = flags.type,
@@ -134,6 +220,11 @@ function M.run(context)
     project = flags.project,
     quota = limits("quota", flags.quota),
     capacity = limits("capacity", flags.capacity),
+    reservations = reservations(flags.reservation, flags.zone),
+    creates_per_minute = flags.creates_per_minute,
+    delays = times("delay", flags.delay, world.DELAYS),
+    grace = times("grace", flags.grace, world.GRACE),
+    faults = faults(flags.fault),
     buckets = names(flags.bucket),
     make_buckets = false,
     seed = flags.seed,

@@ -3,10 +3,10 @@
 -- It is no part of any cloud and asks for no credentials; like everything else of a simulator it is only reachable on
 -- loopback addresses.
 
+local accidents = require("ciranda.sim.accidents")
 local credential_files = require("ciranda.sim.credential_files")
 local errors = require("ciranda.sim.errors")
 local json = require("ciranda.io.json")
-local maintenance = require("ciranda.sim.maintenance")
 
 local M = {}
 
@@ -89,12 +89,7 @@ function Control:status()
 end
 
 local function find_node(self, id)
-  for _, node in ipairs(self.world.nodes:list(everything)) do
-    if node.id == id then
-      return node
-    end
-  end
-  return errors.raise(errors.not_found("nodes/" .. id))
+  return accidents.find_node(self.world, id) or errors.raise(errors.not_found("nodes/" .. id))
 end
 
 local function whole(value, field, least)
@@ -122,63 +117,9 @@ local function set_limits(self, pool, body, places_of)
   return pool:report()
 end
 
-local node_actions = {}
-
---- A spot slice is taken away with its notice: the guest sees it for `world.grace.notice` seconds, then it is gone. The
---- notice is an ACPI soft-off, upon which the guest's own shutdown sends SIGTERM to what runs on it.
-function node_actions.preempt(self, node, body)
-  local world = self.world
-  if not node.queued_resource and not node.preemptible then
-    errors.raise("FAILED_PRECONDITION", ("'%s' is not preemptible"):format(node.name))
-  end
-  local notice = tonumber(body.notice) or world.grace.notice
-  local epoch = node.epoch
-  for worker = 0, node.accelerator.workers - 1 do
-    local machine = world.machines:find(node, worker)
-    if machine then
-      machine.preempted = true
-    end
-  end
-  world.events:add("node", node.name, "preemption notice")
-  world.machines:quiesce(node, notice, function() end)
-  world.clock:after(notice, function()
-    if node.epoch ~= epoch then
-      return
-    elseif node.queued_resource then
-      world.queued_resources:preempt(node)
-    else
-      world.nodes:take_away(node, "PREEMPTED")
-    end
-  end)
-end
-
---- A host of the slice is lost for good: the service repairs it, then resets the others.
-function node_actions.lose(self, node)
-  if not node.queued_resource then
-    self.world.nodes:take_away(node, "TERMINATED")
-    return
-  end
-  self.world.queued_resources:repair(node)
-end
-
-function node_actions.maintain(self, node)
-  maintenance.perform(self.world, node, function() end)
-end
-
-local worker_actions = {}
-
---- The machine goes off, and nobody is told.
-function worker_actions.halt(_, _, machine)
-  machine:halt()
-end
-
-function worker_actions.changeHostKey(_, _, machine)
-  machine:change_host_key()
-end
-
-local function choose(actions, name, of)
+local function check_action(actions, name, of)
   if actions[name] then
-    return actions[name]
+    return
   end
   local names = {}
   for known in pairs(actions) do
@@ -186,7 +127,7 @@ local function choose(actions, name, of)
   end
   table.sort(names)
   local text = ("there is no action '%s' on a %s; there are %s"):format(name, of, table.concat(names, ", "))
-  return errors.raise(errors.invalid(text, "action"))
+  errors.raise(errors.invalid(text, "action"))
 end
 
 local routes = {}
@@ -252,20 +193,15 @@ function routes.POST(self, path, body, request)
     self.world.clock:advance(seconds)
     return {}
   end
-  local id, action = path:match("^nodes/([^/:]+):(%a+)$")
-  if id then
-    local act, node = choose(node_actions, action, "node"), find_node(self, id)
-    self.world.events:add("fault", node.name, action)
-    act(self, node, body)
-    return {}
+  local id, worker, action
+  id, action = path:match("^nodes/([^/:]+):(%a+)$")
+  if not id then
+    id, worker, action = path:match("^nodes/([^/:]+)/workers/(%d+):(%a+)$")
   end
-  local worker
-  id, worker, action = path:match("^nodes/([^/:]+)/workers/(%d+):(%a+)$")
   if id then
-    local act, node = choose(worker_actions, action, "worker"), find_node(self, id)
-    local machine = find_worker(self, node, worker)
-    self.world.events:add("fault", ("%s worker %s"):format(node.id, worker), action)
-    act(self, node, machine)
+    check_action(worker and accidents.workers or accidents.nodes, action, worker and "worker" or "node")
+    local node = find_node(self, id)
+    accidents.strike(self.world, action, node, worker and find_worker(self, node, worker), body)
     return {}
   end
   return nil

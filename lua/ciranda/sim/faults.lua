@@ -9,9 +9,11 @@
 --   { kind = "alter", method = , field = "nodes.*.id", value = , count = }
 --   { kind = "stockout" | "internal" | "quota" | "reservation", name = "qr or node name or nil", slice = , count = }
 --   { kind = "ssh_refuse" | "ssh_hang" | "ssh_reset", name = "node", worker = , count = }
+--   { kind = "preempt" | ... of ciranda.sim.accidents, name = , worker = , after = seconds, every = seconds, count = }
 --
 -- `method` is a method's id ("nodes.get", "storage.objects.insert"); "*" or a name ending in "*" fits several.
 
+local accidents = require("ciranda.sim.accidents")
 local errors = require("ciranda.sim.errors")
 
 local M = {}
@@ -20,6 +22,7 @@ local CALL_KINDS = { alter = true, error = true, reset = true, truncate = true, 
 local OPERATION_KINDS = { slow_operation = true }
 local PROVISION_KINDS = { stockout = true, internal = true, quota = true, reservation = true }
 local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
+local KINDS = { CALL_KINDS, OPERATION_KINDS, PROVISION_KINDS, SSH_KINDS, accidents.nodes, accidents.workers }
 
 ---@class ciranda.sim.Fault
 ---@field id integer
@@ -36,16 +39,22 @@ local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
 ---@field seconds number?
 ---@field field string? of the answer, see ciranda.sim.alter
 ---@field value any
+---@field after number? of an accident: seconds until it strikes
+---@field every number? of an accident: the mean of the seconds from one to the next
+---@field free integer? of fillDisk
+---@field notice number? of preempt
 
 ---@class ciranda.sim.Faults
 ---@field private list ciranda.sim.Fault[]
+---@field private chances table<ciranda.sim.Fault, ciranda.sim.Random>
 local Faults = {}
 Faults.__index = Faults
 
 ---@param world { random: ciranda.sim.Random, events: ciranda.sim.Events }
 ---@return ciranda.sim.Faults
 function M.new(world)
-  return setmetatable({ world = world, random = world.random:fork "faults", list = {}, last_id = 0 }, Faults)
+  local random = world.random:fork "faults"
+  return setmetatable({ world = world, random = random, list = {}, chances = {}, last_id = 0 }, Faults)
 end
 
 local TYPES = {
@@ -62,7 +71,12 @@ local TYPES = {
   seconds = "number",
   field = "string",
   value = "any",
+  after = "number",
+  every = "number",
+  free = "integer",
+  notice = "number",
 }
+M.TYPES = TYPES
 
 local function has_type(value, wanted)
   if wanted == "any" then
@@ -75,7 +89,7 @@ end
 
 local function known_kinds()
   local names = {}
-  for _, kinds in ipairs({ CALL_KINDS, OPERATION_KINDS, PROVISION_KINDS, SSH_KINDS }) do
+  for _, kinds in ipairs(KINDS) do
     for name in pairs(kinds) do
       names[#names + 1] = name
     end
@@ -84,43 +98,132 @@ local function known_kinds()
   return table.concat(names, ", ")
 end
 
+local function is_known(kind)
+  for _, kinds in ipairs(KINDS) do
+    if kinds[kind] then
+      return true
+    end
+  end
+  return false
+end
+
+local function refuse(field, format, ...)
+  errors.raise(errors.invalid(format:format(...), field))
+end
+
+--- Refuse what is no fault.
+---@param fault table as above
+--- Raises ciranda.sim.Status INVALID_ARGUMENT.
+function M.check(fault)
+  for key, value in pairs(fault) do
+    if not TYPES[key] then
+      refuse(key, "a fault has no field '%s'", key)
+    elseif not has_type(value, TYPES[key]) then
+      refuse(key, "a fault's %s must be a %s", key, TYPES[key])
+    elseif (key == "after" or key == "every" or key == "free") and value < 0 then
+      refuse(key, "a fault's %s must be at least 0", key)
+    end
+  end
+  local kind = fault.kind or ""
+  if not is_known(kind) then
+    refuse("kind", "there is no fault of the kind '%s'; there are %s", kind, known_kinds())
+  elseif kind == "alter" and not (fault.field or ""):find("[^.]") then
+    refuse("field", "an altered answer needs a field, such as nodes.*.id")
+  elseif kind == "error" and not errors.known(fault.status) then
+    refuse("status", "'%s' is no status, such as UNAVAILABLE", fault.status or "")
+  elseif fault.every and fault.every < 1 then
+    refuse("every", "an accident may strike every second at most")
+  end
+end
+
+-- The node that an accident strikes: the one that is named, else one that is up.
+local function victim(self, fault, chance)
+  local world = self.world
+  if fault.name then
+    return accidents.find_node(world, fault.name)
+  end
+  local able = {}
+  for _, node in
+    ipairs(world.nodes:list(function()
+      return true
+    end))
+  do
+    local request = node.queued_resource
+    local preemptible = request and request.preemptible or node.preemptible
+    if node.message.state == "READY" and (fault.kind ~= "preempt" or preemptible) then
+      able[#able + 1] = node
+    end
+  end
+  return #able > 0 and able[chance:integer(1, #able)] or nil
+end
+
+-- An accident strikes, or finds nobody.
+local function happen(self, fault, chance)
+  local world, machine = self.world, nil
+  local node = victim(self, fault, chance)
+  if node and accidents.workers[fault.kind] then
+    machine = world.machines:find(node, fault.worker or chance:integer(0, node.accelerator.workers - 1))
+  end
+  if not node or accidents.workers[fault.kind] and not machine then
+    world.events:add("fault", fault.name or "nobody", fault.kind .. ": there is no such node or worker")
+    return
+  end
+  world.spawn(fault.kind .. " " .. node.id, function()
+    local ok, err = pcall(accidents.strike, world, fault.kind, node, machine, fault)
+    if not ok and errors.is(err) then
+      world.events:add("fault", node.name, ("%s: %s"):format(fault.kind, err.message))
+    elseif not ok then
+      error(err, 0)
+    end
+  end)
+end
+
+-- Put an accident on the clock. It is over when it has struck as often as it should, or was taken back.
+local function schedule(self, fault, chance, delay)
+  self.world.clock:after(delay / self.world.scale, function()
+    local place
+    for i, entry in ipairs(self.list) do
+      place = entry == fault and i or place
+    end
+    if not place then
+      return
+    end
+    if fault.count then
+      fault.count = fault.count - 1
+      if fault.count <= 0 then
+        table.remove(self.list, place)
+      end
+    end
+    if not fault.count or fault.count > 0 then
+      schedule(self, fault, chance, -math.log(1 - chance:number()) * (fault.every or 0))
+    end
+    happen(self, fault, chance)
+  end)
+end
+
 --- Add a fault.
 ---@param fault table as above
 ---@return ciranda.sim.Fault
 --- Raises ciranda.sim.Status INVALID_ARGUMENT when it is none that there is.
 function Faults:add(fault)
-  for key, value in pairs(fault) do
-    if not TYPES[key] then
-      errors.raise(errors.invalid(("a fault has no field '%s'"):format(key), key))
-    elseif not has_type(value, TYPES[key]) then
-      errors.raise(errors.invalid(("a fault's %s must be a %s"):format(key, TYPES[key]), key))
-    end
-  end
-  local kind = fault.kind or ""
-  if not (CALL_KINDS[kind] or OPERATION_KINDS[kind] or PROVISION_KINDS[kind] or SSH_KINDS[kind]) then
-    errors.raise(
-      errors.invalid(
-        ("there is no fault of the kind '%s'; there are %s"):format(tostring(kind), known_kinds()),
-        "kind"
-      )
-    )
-  elseif kind == "alter" and not (fault.field or ""):find("[^.]") then
-    errors.raise(errors.invalid("an altered answer needs a field, such as nodes.*.id", "field"))
-  end
-  if kind == "error" and not errors.known(fault.status) then
-    errors.raise(
-      errors.invalid(("'%s' is no status, such as UNAVAILABLE"):format(fault.status or ""), "status")
-    )
-  end
+  M.check(fault)
   self.last_id = self.last_id + 1
   local entry = { id = self.last_id }
   for key, value in pairs(fault) do
     entry[key] = value
   end
-  if not entry.count and not entry.probability then
+  local accident = accidents.nodes[entry.kind] or accidents.workers[entry.kind]
+  if not entry.count and not entry.probability and not (accident and entry.every) then
     entry.count = 1
   end
   self.list[#self.list + 1] = entry
+  -- A chance of its own: how often clients call does not shift what else happens.
+  local chance = self.random:fork(tostring(entry.id))
+  self.chances[entry] = chance
+  if accident then
+    local first = entry.after or entry.every and -math.log(1 - chance:number()) * entry.every or 0
+    schedule(self, entry, chance, first)
+  end
   return entry
 end
 
@@ -132,7 +235,7 @@ end
 
 --- Take all faults back.
 function Faults:clear()
-  self.list = {}
+  self.list, self.chances = {}, {}
 end
 
 local function fits(pattern, name)
@@ -146,7 +249,7 @@ end
 -- The first fault that applies and strikes; a counted one is used up.
 local function strike(self, applies)
   for i, fault in ipairs(self.list) do
-    if applies(fault) and (not fault.probability or self.random:number() < fault.probability) then
+    if applies(fault) and (not fault.probability or self.chances[fault]:number() < fault.probability) then
       if fault.count then
         fault.count = fault.count - 1
         if fault.count <= 0 then

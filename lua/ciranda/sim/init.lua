@@ -38,6 +38,7 @@ M.QUICK = 1000
 ---@field capacity integer|table<string, integer>?
 ---@field reservations table[]?    { name, zone, prefix, size }
 ---@field creates_per_minute integer?
+---@field faults table[]?         what goes wrong from the beginning, as POST /sim/v1/faults takes them
 ---@field types table<string, string[]>?  what a zone has; every zone has everything by default
 ---@field buckets string[]?        buckets of Cloud Storage that are there from the beginning
 ---@field make_buckets boolean?    whether an upload to a bucket that is not there makes it; true
@@ -50,9 +51,8 @@ M.QUICK = 1000
 local OPTIONS = {}
 for name in
   ([[slices type prefix ssh_keys external zone project project_number seed scale delays grace quota capacity
-  reservations creates_per_minute types buckets make_buckets isolation state_directory ssh_port port on_event]]):gmatch(
-    "%S+"
-  )
+  reservations creates_per_minute faults types buckets make_buckets isolation state_directory ssh_port port
+  on_event]]):gmatch("%S+")
 do
   OPTIONS[name] = true
 end

@@ -135,6 +135,27 @@ exec chroot . /bin/sh -c '
 ' "$init"
 ]]
 
+-- $1 bytes that are free, $2 an option of overlay. What is on the disk stays to be read; what is written goes to a file
+-- system that has no more room than that.
+local FILL = [[
+set -e
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+full=/run/full
+if [ -d $full ]; then
+  umount /home /root /tmp /var/tmp $full
+fi
+mkdir -p $full
+mount -t tmpfs -o mode=755,size=$((4096 + $1)) full $full
+for path in /home /root /tmp /var/tmp; do
+  upper=$full$path/upper work=$full$path/work
+  mkdir -p "$upper" "$work"
+  chown --reference=$path "$upper"
+  chmod --reference=$path "$upper"
+  mount -t overlay -o "$2lowerdir=$path,upperdir=$upper,workdir=$work" full $path
+done
+head -c 4096 /dev/zero > $full/filler
+]]
+
 ---@class ciranda.sim.Isolation
 ---@field kind string "root" or "user", with namespaces; "none"
 ---@field reason string? why there are none
@@ -273,6 +294,25 @@ function Isolation:stop(init)
   end
   uv.kill(init.pid, "sigkill")
   init.process:close()
+end
+
+--- Leave a worker no more room to write than so many bytes.
+---@async
+---@param init table? what `start` returned
+---@param free integer
+---@return string? problem why that cannot be done here
+function Isolation:fill_disk(init, free)
+  if not init then
+    return "it needs namespaces (" .. self.reason .. ")"
+  end
+  local option = self.kind == "user" and "userxattr," or ""
+  local argv = self:argv(init, { "/bin/sh", "-c", FILL, "fill", tostring(free), option }, true)
+  argv.timeout = M.BOOT_DEADLINE
+  local result = process.run(argv)
+  if result.code ~= 0 then
+    return result.stderr:match("([^\n]+)\n?$") or result:reason()
+  end
+  return nil
 end
 
 --- How to run a program in a worker.

@@ -10,6 +10,7 @@ local fs = require("ciranda.io.fs")
 local isolation = require("ciranda.sim.isolation")
 local process = require("ciranda.io.process")
 local processes = require("ciranda.sim.processes")
+local refusals = require("ciranda.sim.errors")
 local sshd = require("ciranda.sim.sshd")
 local task = require("ciranda.task")
 local tpu_env = require("ciranda.sim.tpu_env")
@@ -339,6 +340,20 @@ end
 ---@async
 function Machine:change_host_key()
   sshd.make_host_key(self.etc .. "/ssh_host_ed25519_key")
+end
+
+--- Leave no more room on the disk than so many bytes. It lasts until the machine boots anew.
+---@async
+---@param free integer
+--- Raises ciranda.sim.Status FAILED_PRECONDITION where it cannot be done.
+function Machine:fill_disk(free)
+  if not self.running then
+    refusals.raise("FAILED_PRECONDITION", "the machine is off")
+  end
+  local problem = self.isolation:fill_disk(self.init, free)
+  if problem then
+    refusals.raise("FAILED_PRECONDITION", "the disk cannot be filled here: " .. problem)
+  end
 end
 
 --- Follow a change of the node's metadata or network.

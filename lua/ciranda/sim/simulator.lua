@@ -10,6 +10,7 @@ local control = require("ciranda.sim.control")
 local disk = require("ciranda.sim.disk")
 local engine = require("ciranda.core.engine")
 local errors = require("ciranda.io.error")
+local faults = require("ciranda.sim.faults")
 local fs = require("ciranda.io.fs")
 local gateway = require("ciranda.sim.gateway")
 local isolation = require("ciranda.sim.isolation")
@@ -187,6 +188,16 @@ local function notes_of(place, tools)
   return notes
 end
 
+-- What is wrong with a fault is said before anything is made.
+local function check_faults(list)
+  for _, fault in ipairs(list or {}) do
+    local ok, err = pcall(faults.check, fault)
+    if not ok then
+      errors.raise({ code = "usage", op = "sim.start", message = "fault: " .. (err.message or tostring(err)) })
+    end
+  end
+end
+
 local DEFAULTS = {
   slices = 0,
   type = "v5litepod-16",
@@ -251,7 +262,11 @@ local function run(settings)
     creates_per_minute = settings.creates_per_minute,
     types = settings.types,
     extra_types = { settings.type },
+    spawn = function(name, fn)
+      scope:spawn(name, fn)
+    end,
   })
+  check_faults(settings.faults)
   fleet:attach(world)
   local requests = request_log.new(time)
   local service = tpu.new(world)
@@ -287,6 +302,9 @@ local function run(settings)
   end
   if settings.slices > 0 then
     make_slices(world, service, settings, token)
+  end
+  for _, fault in ipairs(settings.faults or {}) do
+    world.faults:add(fault)
   end
   key:wait()
   say({

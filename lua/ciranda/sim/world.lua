@@ -131,7 +131,7 @@ end
 ---@field project string?
 ---@field project_number string?
 ---@field zone string? where the client's own machine is
----@field zone string? where the runner is
+---@field spawn (fun(name: string, fn: fun()))? runs what may wait; without it nothing may
 ---@field scale number? how many times faster than the real one the cloud is
 ---@field delays table? replaces entries of DELAYS
 ---@field grace table? replaces entries of GRACE
@@ -170,6 +170,10 @@ function M.new(options)
   local delays = setmetatable(copy(options.delays or {}), { __index = M.DELAYS })
   self.grace = setmetatable(copy(options.grace or {}), { __index = M.GRACE })
   local scale = options.scale or 1
+  self.scale = scale
+  self.spawn = options.spawn or function(_, fn)
+    fn()
+  end
   local chance = self.random:fork "delays"
   function self.delay(name)
     local range = delays[name] or error("no delay is called " .. tostring(name))

@@ -1,13 +1,14 @@
 """paramiko on a worker, and what it raises when the machine or its sshd is not what it was."""
 
 import base64
+import contextlib
 
 import paramiko
 from google.cloud import tpu_v2
 
 import cloud_tpu
 import faults
-from checks import equal
+from checks import check, equal
 
 
 class Worker:
@@ -36,8 +37,19 @@ class Worker:
         keys = {item.key: item.value for item in value.items}
         self.host_key = paramiko.Ed25519Key(data=base64.b64decode(keys["ssh-ed25519"]))
 
+    def write(self, path):
+        """Write a small file by SFTP; raises what paramiko raises."""
+        with self.connected() as ssh, ssh.open_sftp() as files, files.open(path, "w") as file:
+            file.write("x" * 1000)
+
     def run(self, command):
         """The output of a command; raises what paramiko raises."""
+        with self.connected() as ssh:
+            _, output, _ = ssh.exec_command(command, timeout=10)
+            return output.read().decode()
+
+    @contextlib.contextmanager
+    def connected(self):
         ssh = paramiko.SSHClient()
         place = f"[{self.address}]:{self.port}" if self.port != 22 else self.address
         ssh.get_host_keys().add(place, "ssh-ed25519", self.host_key)
@@ -53,8 +65,7 @@ class Worker:
                 allow_agent=False,
                 look_for_keys=False,
             )
-            _, output, _ = ssh.exec_command(command, timeout=10)
-            return output.read().decode()
+            yield ssh
         finally:
             ssh.close()
 
@@ -79,6 +90,19 @@ def walk_sshd(client, worker):
     equal(worker.run("echo again"), "again\n", "a command after all that")
 
 
+def walk_disk(client, worker):
+    """A disk that is full; where workers have no namespaces the simulator says that it cannot be."""
+    worker.write("before")
+    try:
+        client.cloud.control("POST", f"nodes/{worker.short}/workers/0:fillDisk", {})
+    except RuntimeError as error:
+        check("it needs namespaces" in str(error), f"refused otherwise: {error}")
+    else:
+        client.raises(OSError, worker.write, "after", text="Failure")
+        equal(worker.run("wc -c < before"), "1000\n", "what was written before")
+    faults.struck.add("fillDisk")
+
+
 def walk_machine(client, worker):
     cloud = client.cloud
     cloud.control("POST", f"nodes/{worker.short}/workers/0:changeHostKey", {})
@@ -94,6 +118,7 @@ def walk(client):
     worker = Worker(client, tpu, cloud_tpu.single())
     equal(worker.run("whoami"), "walker\n", "who is logged in")
     walk_sshd(client, worker)
+    walk_disk(client, worker)
     walk_machine(client, worker)
     cloud_tpu.done(tpu.delete_node(name=worker.name))
     client.raises(paramiko.ssh_exception.NoValidConnectionsError, worker.run, "true")

@@ -115,7 +115,7 @@ END
         echo "$CIRANDA_SIM_SHARED"]]
       local shared = ssh.run(0, holder).stdout:match("%S+")
       fs.remove_tree(shared .. "/saved-by-spot")
-      assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/spot:preempt", "{}")))
+      assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/spot:preempt", { notice = 4 })))
       assert.are.equal("TRUE", ssh.run(0, preempted).stdout)
       eventually("the save upon the notice", function()
         return fs.exists(shared .. "/saved-by-spot")
@@ -125,6 +125,33 @@ END
       assert.are.equal("SERVICE", answer.state.stateInitiator)
       assert.are.equal(404, node_state(simulator, "spot"))
       assert.are.equal(255, ssh.run(0, "true").code)
+    end)
+
+    it("a disk that is full takes nothing more, and is the old one after the next boot", function()
+      ssh.pin("job-0")
+      assert.are.equal(0, ssh.run(0, "echo kept > kept").code)
+      local status, answer = curl(simulator, "POST", "/sim/v1/nodes/job-0/workers/0:fillDisk", "{}")
+      if simulator.isolation == "none" then
+        assert.are.equal(400, status)
+        assert.is_truthy(answer.error.message:find("needs namespaces", 1, true), answer.error.message)
+        return
+      end
+      assert.are.equal(200, status, json.encode(answer))
+      for _, path in ipairs({ "more", "/tmp/more" }) do
+        local write = ssh.run(0, "echo more > " .. path)
+        assert.are_not.equal(0, write.code, path)
+        assert.is_truthy(write.stderr:find("No space left on device", 1, true), write.stderr)
+      end
+      assert.are.equal("kept\n", ssh.run(0, "cat kept").stdout)
+      local some = curl(simulator, "POST", "/sim/v1/nodes/job-0/workers/0:fillDisk", { free = 8192 })
+      assert.are.equal(200, some)
+      assert.are.equal(0, ssh.run(0, "head -c 4096 /dev/zero > little").code)
+      assert.are_not.equal(0, ssh.run(0, "head -c 65536 /dev/zero > much").code)
+      assert.are.equal(200, (curl(simulator, "POST", "/v2/" .. PARENT .. "/queuedResources/job:reset", "{}")))
+      eventually("the reset", function()
+        return node_state(simulator, "job-0") == "READY" and node_state(simulator, "job-1") == "READY"
+      end)
+      assert.are.equal("kept\n", ssh.run(0, "echo more > more && cat kept").stdout)
     end)
 
     it("a machine that goes off is not reached any more, and nobody says so", function()

@@ -188,7 +188,7 @@ describe("the simulator's front door", function()
     assert.are.equal(400, status)
     assert.is_truthy(refusal.error.message:find("needs a field", 1, true))
     refusal = select(2, call("POST", "/sim/v1/faults", { kind = "none" }))
-    assert.is_truthy(refusal.error.message:find("there are alter, error, hang,", 1, true))
+    assert.is_truthy(refusal.error.message:find("there are alter, changeHostKey, error,", 1, true))
   end)
 
   describe("takes batches", function()

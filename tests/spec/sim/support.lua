@@ -60,6 +60,16 @@ function Machines:guest_attributes(node, worker)
   }
 end
 
+function Machines:find(node, worker)
+  local log = self.log
+  return {
+    worker = worker,
+    halt = function()
+      log[#log + 1] = ("halt %s/%d"):format(node.id, worker)
+    end,
+  }
+end
+
 function M.machines()
   return setmetatable(
     { log = {}, addresses = 0, hold = {}, held = {}, failures = {}, announced = {} },
