@@ -21,9 +21,13 @@ int cir_embedded_unpack(const cir_blob *blob, char *room) {
   stream.avail_in = (uInt)blob->packed_size;
   stream.next_out = (unsigned char *)room;
   stream.avail_out = (uInt)blob->size;
-  if (inflateInit2(&stream, MAX_WBITS + 16) != Z_OK) /* 16: a gzip header */
+  /* Bare deflate: with a header, zlib would add up the dictionary for every blob. */
+  if (inflateInit2(&stream, -MAX_WBITS) != Z_OK)
     return -1;
+  inflateSetDictionary(&stream, cir_embedded_dictionary, (uInt)cir_embedded_dictionary_size);
   int status = inflate(&stream, Z_FINISH);
   inflateEnd(&stream);
-  return status == Z_STREAM_END && stream.avail_out == 0 ? 0 : -1;
+  if (status != Z_STREAM_END || stream.avail_out != 0)
+    return -1;
+  return adler32(1, (unsigned char *)room, (uInt)blob->size) == blob->sum ? 0 : -1;
 }

@@ -127,8 +127,8 @@ static bool load_module(lua_State *L, const char *name) {
     lua_pop(L, 1);
   }
   const char *chunk_name = lua_pushfstring(L, "@%s", module->path);
-  const char *text = push_unpacked(L, &module->text);
-  status = luaL_loadbufferx(L, text, module->text.size, chunk_name, "b");
+  const char *text = push_unpacked(L, &module->chunk);
+  status = luaL_loadbufferx(L, text, module->chunk.size, chunk_name, "bt");
   if (status != LUA_OK)
     lua_error(L);
   lua_replace(L, -3);
