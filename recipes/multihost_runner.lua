@@ -1,4 +1,5 @@
 --- multihost_runner: runs a command on every worker of existing slices, as MaxText's script of that name does.
+local budget = require("ciranda.run.budget")
 local bundle = require("ciranda.run.bundle")
 local checkpoint = require("ciranda.run.checkpoint")
 local checkpoint_flags = require("ciranda.run.checkpoint_flags")
@@ -55,6 +56,24 @@ for _, flag in ipairs({
     default = 30,
     help = "Time between TERM and KILL for the others when one worker has failed.",
   },
+  {
+    name = "RESTARTS",
+    type = "integer",
+    default = 0,
+    help = "Further attempts after COMMAND has failed. It must resume by itself, from its last checkpoint.",
+  },
+  {
+    name = "INFRA_RESTARTS",
+    type = "integer",
+    default = 0,
+    help = "Further attempts after a machine was lost; the runner waits until it has been repaired.",
+  },
+  {
+    name = "PREEMPTION_RESTARTS",
+    type = "integer",
+    default = 0,
+    help = "Further attempts after maintenance or a preemption.",
+  },
 }) do
   table.insert(M.flags, flag)
 end
@@ -77,6 +96,20 @@ local function run_name(context)
     })
   end
   return name
+end
+
+--- How many further attempts there may be.
+---@param flags table
+---@return { user: integer, infra: integer, preempted: integer }
+local function restarts(flags)
+  local limits = {}
+  for kind, name in pairs(budget.FLAGS) do
+    if flags[name] and flags[name] < 0 then
+      err.raise({ code = "usage", message = ("--%s is %d, but counts from 0"):format(name, flags[name]) })
+    end
+    limits[kind] = flags[name]
+  end
+  return limits
 end
 
 --- Makes the bundle and says what stays.
@@ -124,6 +157,9 @@ function M.run(context, hooks)
     fleet = found.fleet,
     connection = found.connection,
     node_state = found.node_state,
+    cloud = found.cloud,
+    renew = found.renew,
+    restarts = restarts(flags),
     run = run,
     recipe = context.name,
     arguments = context.args,

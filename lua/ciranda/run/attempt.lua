@@ -23,6 +23,13 @@ local GUARD_IDLE = 4
 --- And the one for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST = 3
 
+--- Failures after which a worker that was followed is lost: another machine answers at its address, or none.
+local LOST = { "lost", "hostkey", "auth", "resolve" }
+
+--- Reasons in a record: another attempt of ours has ended this one; the guard itself got SIGTERM, as at a shutdown.
+M.TAKEN = "another attempt takes its place"
+M.SHUTDOWN = "the guard was told to end"
+
 ---@class ciranda.run.AttemptSpec
 ---@field run string
 ---@field id string the attempt's name
@@ -208,7 +215,7 @@ end
 -- Raises "busy" when something of it is left.
 function Attempt:end_earlier(path, grace)
   local answer = self:ask_guard(
-    ('stop %%s --grace %.3f --reason "another attempt takes its place"'):format(grace),
+    ('stop %%s --grace %.3f --reason "%s"'):format(grace, M.TAKEN),
     { timeout = grace + SHORT },
     path
   )
@@ -359,7 +366,7 @@ function Attempt:follow(sink)
       return self:follow_once(sink)
     end)
     if not ok then
-      if err.is(answer, "lost") then
+      if err.is(answer, table.unpack(LOST)) then
         return nil, answer.message
       end
       error(answer, 0)
@@ -371,7 +378,7 @@ function Attempt:follow(sink)
         return self:status()
       end)
       if not ok then
-        if err.is(status, "lost") then
+        if err.is(status, table.unpack(LOST)) then
           return nil, status.message
         end
         error(status, 0)
@@ -441,6 +448,8 @@ function Attempt:outcome(record, why)
     and (number(leader.signal) or (number(leader.code) or 0) ~= 0)
   outcome.stopped = stopped_at ~= nil and stopped_at ~= false and not failed_before
   if outcome.stopped then
+    outcome.reason = type(record.reason) == "string" and record.reason or nil
+    outcome.stopped_at = stopped_at - self.clock_offset
     outcome.took = math.max(0, (number(record.ended_at) or stopped_at) - stopped_at)
     outcome.killed = (number(record.killed) or 0) > 0
   end

@@ -35,6 +35,8 @@ local ABORT = 6
 ---@field lost string? why there is no exit record; neither code nor signal is known then
 ---@field at number? when it ended: seconds since 1970 on the runner's clock
 ---@field stopped boolean? it ended after we had asked it to stop
+---@field reason string? why it was asked, as its guard has it
+---@field stopped_at number? when its guard was asked: seconds since 1970 on the runner's clock
 ---@field took number? seconds from the request to stop to its end
 ---@field killed boolean? it did not end within the grace
 ---@field tail string? the end of its log

@@ -34,6 +34,7 @@ local TAIL = 65536
 ---@field guard ciranda.run.Guard
 ---@field journal ciranda.Journal?
 ---@field environment table<string, string>? for every worker, besides CIRANDA_*
+---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? for one worker
 ---@field bundle ciranda.archive.Manifest?
 ---@field use_existing boolean?
 ---@field stage_timeout number? seconds to stage one worker (600)
@@ -79,8 +80,13 @@ local function environment_of(options, worker, place, slices)
     CIRANDA_NUM_WORKERS = tostring(#options.fleet),
     CIRANDA_PROCESS_ID = tostring(place - 1),
   }
-  for name, value in pairs(options.environment or {}) do
-    environment[name] = value
+  for _, more in ipairs({
+    options.environment_of and options.environment_of(worker) or {},
+    options.environment or {},
+  }) do
+    for name, value in pairs(more) do
+      environment[name] = value
+    end
   end
   return environment
 end
@@ -408,6 +414,7 @@ function Gang:follow(member)
     signal = outcome.signal,
     lost = outcome.lost,
     stopped = outcome.stopped,
+    reason = outcome.reason,
     at = outcome.at,
   })
   if options.on_outcome then

@@ -203,7 +203,7 @@ end
 ---@field recipe string?
 ---@field runners ciranda.journal.Runner[] those that have not said goodbye, oldest first
 ---@field objects table<string, ciranda.journal.Object> by "kind name"
----@field attempts table[] in order; each { attempt, gone, command, workers, exits, ended, ... }
+---@field attempts table[] in order; each { attempt, series, gone, command, workers, exits, ended, ... }
 ---@field ended { status: integer, kind: string }? how the last runner ended
 ---@field first_us integer? time of the first fact, microseconds since 1970
 ---@field last_us integer?

@@ -66,4 +66,26 @@ function M.fleet(attempt, connect_options)
   return fleets.new(slices, connect_options)
 end
 
+--- The machines of an attempt as they are now, once the cloud has them all.
+---@async
+---@param attempt table as the journal has it, with `cloud`
+---@param connect_options table for `fleet.new`, as `fleet` has completed it
+---@param progress ciranda.cli.Progress
+---@return ciranda.Fleet fleet to be closed
+---@return string? note
+---@return (fun(worker: ciranda.Worker): table<string, string>)? environment_of
+-- Raises what `repair.renew` raises.
+function M.renew(attempt, connect_options, progress)
+  local repair = require("ciranda.run.repair")
+  local fleet, slices = repair.renew({
+    cloud = attempt.cloud,
+    fleet_options = connect_options,
+    say = function(...)
+      progress:say(...)
+    end,
+  })
+  local environment_of, note = repair.multislice(fleet, slices)
+  return fleet, note, environment_of
+end
+
 return M

@@ -1,10 +1,14 @@
---- A run from its fleet to its verdict, for recipes: the journal, and the attempt that it is about.
+--- A run from its fleet to its verdict, for recipes: the journal, and attempts until one ends it.
 --
 -- Recipes that run one command on every worker differ in how they come by fleet, bundle and command; from there on
 -- they are the same, and that is here and in `ciranda.run.round`. `attach` takes up a run whose runner is gone.
+local budgets = require("ciranda.run.budget")
+local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
 local known = require("ciranda.run.known")
 local rounds = require("ciranda.run.round")
+local task = require("ciranda.task")
+local uv = require("luv")
 
 local M = {}
 
@@ -30,11 +34,22 @@ local M = {}
 ---@field node_state (fun(worker: ciranda.Worker): string)? the state of a worker's node, "gone" when there is none
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field success string? the line that says that all is well
+---@field restarts { user: integer?, infra: integer?, preempted: integer? }? further attempts, by how the last one ended
+---@field restart_pause number? seconds before the first further attempt (5)
+---@field cloud ciranda.run.Cloud? where the machines come from; `attach` needs it to renew them
+---@field renew (fun(): ciranda.Fleet, string?, function?)? before an attempt that follows a failure of the machines:
+---  waits until they are back; the fleet as it is now (closed by the run), a note, and `environment_of`
+---@field chips integer? of all slices, for the chip-hours lost
+---@field further boolean? this is not the first attempt
+---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? besides `environment`, for one worker
 
 ---@class ciranda.run.LaunchResult
 ---@field status integer
----@field kind "done"|"user"|"infra"|"preempted"|"staging"|"deadline"|"interrupted"|"detached"
+---@field kind "done"|"user"|"infra"|"preempted"|"stopped"|"staging"|"deadline"|"interrupted"|"detached"
 ---@field message string the last line
+---@field final boolean? there must be no further attempt
+---@field worker ciranda.Worker? who fell first
+---@field reason string? why, in a few words
 
 --- A worker as the journal keeps it: what `attach` needs to find it again.
 ---@param worker ciranda.Worker
@@ -50,11 +65,25 @@ local function remembered(worker)
   return kept
 end
 
+--- What an attempt fact keeps of the bundle: enough to send it again.
+---@param bundle ciranda.archive.Manifest?
+---@return table?
+local function remembered_bundle(bundle)
+  return bundle
+    and {
+      archive = bundle.archive,
+      archive_size = bundle.archive_size,
+      archive_sha256 = bundle.archive_sha256,
+      size = bundle.size,
+    }
+end
+
 --- Writes the attempt down and runs it.
 ---@param options ciranda.run.LaunchOptions
 ---@param journal ciranda.Journal
+---@param series string? the run's first attempt
 ---@return ciranda.run.LaunchResult
-local function run_attempt(options, journal)
+local function run_attempt(options, journal, series)
   local round <close> = rounds.new(options, journal, journal:new_attempt_id())
   local workers = {}
   for place, worker in ipairs(options.fleet:workers()) do
@@ -62,26 +91,142 @@ local function run_attempt(options, journal)
   end
   journal:append("attempt", {
     attempt = round.id,
+    series = series or round.id,
     command = options.command,
     directory = round.directory,
     workers = workers,
     connection = options.connection,
+    cloud = options.cloud,
     checkpoint_directory = options.checkpoint_directory,
     grace = options.grace,
     failure_grace = options.failure_grace,
+    restarts = options.restarts,
+    bundle = remembered_bundle(options.bundle),
+    environment = options.environment,
+    chips = options.chips,
   })
   return round:run()
 end
 
---- Runs a command on every worker of a fleet, from staging to the verdict.
+--- What the budgets know: how the attempts of this run have ended so far.
+---@param options ciranda.run.LaunchOptions
+---@param journal ciranda.Journal
+---@return ciranda.run.Budget budget, table last the last attempt, as the journal has it
+local function budget_of(options, journal)
+  local all = journal:state().attempts
+  local last = all[#all]
+  local budget = budgets.new(options.restarts or {}, options.restart_pause)
+  for _, attempt in ipairs(all) do
+    local ended = attempt.ended
+    if ended and attempt.series == last.series then
+      budget:note({
+        attempt = attempt.attempt,
+        kind = ended.kind,
+        status = ended.status,
+        lasted = (ended.us - (attempt.gone or ended.us)) / 1e6,
+        worker = ended.worker,
+        reason = ended.reason,
+      })
+    end
+  end
+  return budget, last
+end
+
+--- Says what ends a run after its last attempt.
+---@param options ciranda.run.LaunchOptions
+---@param budget ciranda.run.Budget
+---@param result ciranda.run.LaunchResult
+---@param used string? which budget is used up
+---@return ciranda.run.LaunchResult
+local function conclude(options, budget, result, used)
+  for _, line in ipairs(budget:summary()) do
+    options.progress:say("%s", line)
+  end
+  if used then
+    result.message = ("%s; %s"):format(result.message, used)
+  end
+  return result
+end
+
+--- The machines for another attempt: those of the last one, or, where there is a cloud to ask, as they are now.
+---@param options ciranda.run.LaunchOptions
+---@return string? why there are none
+---@return string? kind of end
+local function renew(options)
+  local ok, fleet, note, environment_of = pcall(options.renew)
+  if ok then
+    options.fleet, options.environment_of = fleet, environment_of
+    if note then
+      options.progress:say("%s", note)
+    end
+    return nil
+  elseif not err.is(fleet) or err.is(fleet, "cancelled", "misuse", "internal") then
+    error(fleet, 0)
+  end
+  return fleet.message, err.is(fleet, "preempted", "not_found") and "preempted" or "infra"
+end
+
+--- Attempts until one has ended the run: done, stopped, or beyond its budget.
+---@param options ciranda.run.LaunchOptions fleet and environment_of change with the machines
+---@param journal ciranda.Journal
+---@param result ciranda.run.LaunchResult of the attempt so far
+---@return ciranda.run.LaunchResult
+local function continue(options, journal, result)
+  local given = options.fleet
+  local finally <close> = setmetatable({}, {
+    __close = function()
+      if options.fleet ~= given then
+        options.fleet:close()
+      end
+    end,
+  })
+  assert(finally)
+  while result.kind ~= "detached" do
+    local budget, last = budget_of(options, journal)
+    local bad = result.kind == "infra" and budget:bad()
+    if bad then
+      options.progress:say("Bad: %s, with two infrastructure failures in the last three attempts", bad)
+      journal:append("bad", { attempt = last.attempt, workers = bad })
+    end
+    local pause, used
+    if not result.final then
+      pause, used = budget:again()
+    end
+    if not pause then
+      return conclude(options, budget, result, used)
+    end
+    options.progress:say("%s", result.message)
+    options.progress:say("Another attempt in %.0f s (%s)", pause, used)
+    task.sleep(pause * (0.75 + math.random() * 0.5))
+    if options.renew and result.kind ~= "user" then
+      local before = options.fleet
+      local why, kind = renew(options)
+      if why then
+        return conclude(options, budget, {
+          status = 1,
+          kind = kind,
+          message = ("%s: there are no machines for another attempt: %s"):format(kind, why),
+        })
+      elseif before ~= given then
+        before:close()
+      end
+    end
+    options.further = true
+    result = run_attempt(options, journal, last.series)
+  end
+  return result
+end
+
+--- Runs a command on every worker of a fleet, from staging to the verdict, and again within the budgets.
 ---@async
 ---@param options ciranda.run.LaunchOptions
 ---@return ciranda.run.LaunchResult
--- Raises "busy" when another runner has the run.
+-- Raises "busy" when another runner has the run; what `renew` raises.
 function M.run(options)
   local journal <close> =
     journals.open(options.run, { recipe = options.recipe, arguments = options.arguments })
-  local result = run_attempt(options, journal)
+  local mine = setmetatable({}, { __index = options })
+  local result = continue(mine, journal, run_attempt(mine, journal))
   journal:close(result.status, result.kind)
   return result
 end
@@ -96,7 +241,7 @@ end
 ---@field grace number? seconds a stop by the user gives (what the run was started with)
 ---@field take boolean? take the run from a runner on another machine that never said goodbye
 
---- Takes up a run whose runner is gone: follows its last attempt to the end.
+--- Takes up a run whose runner is gone: follows its last attempt to the end, and goes on as that runner would have.
 ---@async
 ---@param options ciranda.run.AttachOptions
 ---@return ciranda.run.LaunchResult
@@ -105,7 +250,7 @@ function M.attach(options)
   local last = known.find(options.run, "attach")
   local fleet <close> = known.fleet(last, options.connect_options)
   local journal <close> = journals.open(options.run, { take = options.take })
-  local round <close> = rounds.new({
+  local mine = {
     fleet = fleet,
     run = options.run,
     command = last.command,
@@ -117,9 +262,25 @@ function M.attach(options)
     checkpoint_directory = last.checkpoint_directory,
     grace = options.grace or last.grace,
     failure_grace = last.failure_grace,
+    restarts = last.restarts,
+    connection = last.connection,
+    cloud = last.cloud,
+    environment = last.environment,
+    chips = last.chips,
+    -- The archive may be gone from here; then the workers go on with what they have.
+    bundle = last.bundle and uv.fs_stat(last.bundle.archive) and last.bundle or nil,
+    renew = last.cloud and function()
+      return known.renew(last, options.connect_options, options.progress)
+    end,
     success = "Finished successfully.",
-  }, journal, last.attempt)
-  local result = round:rejoin()
+  }
+  mine.use_existing = mine.bundle == nil
+  local result
+  do
+    local round <close> = rounds.new(mine, journal, last.attempt)
+    result = round:rejoin()
+  end
+  result = continue(mine, journal, result)
   journal:close(result.status, result.kind)
   return result
 end

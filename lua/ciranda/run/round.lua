@@ -221,6 +221,59 @@ function Round:ask_about_lost(verdict)
   end
 end
 
+--- The verdict on a gang that was stopped, and not from here.
+---@private
+---@param verdict ciranda.run.Cause
+---@param saved integer? the step that is on disk since the stop
+---@return ciranda.run.LaunchResult
+function Round:stopped_elsewhere(verdict, saved)
+  local reasons = {}
+  for _, outcome in ipairs(verdict.stopped) do
+    reasons[outcome.reason or ""] = outcome
+  end
+  local who = nodeset.fold(self.options.fleet:workers())
+  if reasons[attempt.TAKEN] then
+    return {
+      status = 1,
+      kind = "infra",
+      final = true,
+      reason = "another attempt took the workers",
+      message = ("infra: %s were taken by another attempt; logs located in: %s/"):format(
+        who,
+        self.logs_directory
+      ),
+    }
+  elseif reasons[attempt.SHUTDOWN] then
+    local worker = reasons[attempt.SHUTDOWN].worker
+    return {
+      status = 1,
+      kind = "infra",
+      worker = worker,
+      reason = ("slice %d worker %d was shut down"):format(worker.slice, worker.index),
+      message = ("infra: slice %d worker %d was shut down; logs located in: %s/"):format(
+        worker.slice,
+        worker.index,
+        self.logs_directory
+      ),
+    }
+  end
+  local reason = next(reasons)
+  local saving = not self.options.checkpoint_directory and ""
+    or saved and ("saved step %d, "):format(saved)
+    or "not saved, "
+  return {
+    status = STOPPED.SIGTERM,
+    kind = "stopped",
+    reason = reason,
+    message = ("stopped: by %s, %sexit status %d; logs located in: %s/"):format(
+      reason ~= "" and reason or "others",
+      saving,
+      STOPPED.SIGTERM,
+      self.logs_directory
+    ),
+  }
+end
+
 --- Says how it ended.
 ---@private
 ---@param verdict ciranda.run.Cause
@@ -245,21 +298,39 @@ function Round:conclude(verdict, before)
   for _, line in ipairs(report.stopped(verdict)) do
     self:say("%s", line)
   end
-  local preempted = not self.stopping and self.steps:obeyed_a_signal()
-  if failed or self.stopping or preempted then
-    self.steps:tell(before, self.stopping ~= nil)
+  local asked_at
+  for _, outcome in ipairs(verdict.stopped) do
+    asked_at = math.min(asked_at or math.huge, outcome.stopped_at or math.huge)
+  end
+  local elsewhere = not failed and not self.stopping and #verdict.stopped > 0
+  local preempted = not self.stopping and not elsewhere and self.steps:obeyed_a_signal()
+  local saved
+  if failed or self.stopping or preempted or elsewhere then
+    saved = self.steps:tell(before, {
+      stopped = self.stopping ~= nil or elsewhere,
+      obeyed = preempted,
+      since = elsewhere and asked_at or nil,
+    })
   end
   if failed then
     self:say("Main command finished with errors, check the logs located in: %s/", directory)
+    local kind = preempted and "preempted" or verdict.kind
+    local how = ("exit status %s, from slice %d worker %d"):format(
+      cause.describe_status(failed),
+      failed.worker.slice,
+      failed.worker.index
+    )
     return {
       status = verdict.status,
-      kind = preempted and "preempted" or verdict.kind,
-      message = ("%s: exit status %s, from slice %d worker %d"):format(
-        preempted and "preempted" or verdict.kind,
-        cause.describe_status(failed),
+      kind = kind,
+      final = self.stopping ~= nil,
+      worker = failed.worker,
+      reason = ("slice %d worker %d%s"):format(
         failed.worker.slice,
-        failed.worker.index
+        failed.worker.index,
+        failed.lost and " lost: " .. failed.lost or ""
       ),
+      message = ("%s: %s"):format(kind, how),
     }
   elseif self.stopping then
     return {
@@ -271,18 +342,9 @@ function Round:conclude(verdict, before)
         directory
       ),
     }
-  elseif #verdict.stopped > 0 then
-    -- Another runner's attempt took the workers.
-    return {
-      status = 1,
-      kind = "infra",
-      message = ("infra: %s were stopped from elsewhere; logs located in: %s/"):format(
-        nodeset.fold(self.options.fleet:workers()),
-        directory
-      ),
-    }
-  end
-  if preempted then
+  elseif elsewhere then
+    return self:stopped_elsewhere(verdict, saved)
+  elseif preempted then
     return {
       status = STOPPED.SIGTERM,
       kind = "preempted",
@@ -316,12 +378,29 @@ function Round:try(kind, consequence, step, ...)
     kind, status = "deadline", 124
   end
   self:say("%s", problem.message)
-  self.result = {
+  -- In a further attempt what could be staged before and cannot now is a machine.
+  self:ended({
     status = status,
-    kind = kind,
+    kind = self.options.further and "infra" or kind,
+    reason = consequence,
+    worker = problem.failures and problem.failures[1].member.worker or nil,
     message = ("%s: %s, exit status %d"):format(kind, consequence, status),
-  }
+  })
   return false
+end
+
+--- Writes down how it ended.
+---@private
+---@param result ciranda.run.LaunchResult
+function Round:ended(result)
+  self.result = result
+  self.journal:append("attempt_end", {
+    attempt = self.id,
+    status = result.status,
+    kind = result.kind,
+    reason = result.reason,
+    worker = result.worker and { slice = result.worker.slice, worker = result.worker.index } or nil,
+  })
 end
 
 --- Watches to the end and writes it down.
@@ -329,9 +408,8 @@ end
 ---@return ciranda.run.LaunchResult
 function Round:finish(gang)
   local result = self:watch(gang)
-  self.result = result
   if result.kind ~= "detached" then
-    self.journal:append("attempt_end", { attempt = self.id, status = result.status, kind = result.kind })
+    self:ended(result)
   end
   return result
 end
@@ -349,6 +427,7 @@ function Round:make_gang()
     guard = attempt.guard(),
     journal = self.journal,
     environment = options.environment,
+    environment_of = options.environment_of,
     bundle = options.bundle,
     use_existing = options.use_existing,
     stage_timeout = options.stage_timeout,

@@ -75,21 +75,37 @@ function Steps:obeyed_a_signal()
   return self.told_to_stop or self.sync_point ~= nil and self.sync_point >= (self.last_step or 0)
 end
 
+--- When a step's directory was made, by the newest of those who have it.
+---@param listing ciranda.checkpoint.Listing
+---@param step integer
+---@return integer seconds since 1970
+local function time_of(listing, step)
+  local newest = 0
+  for _, steps in pairs(listing.steps) do
+    newest = math.max(newest, steps[step] or 0)
+  end
+  return newest
+end
+
 --- What is on disk, when nobody looked before the end.
 ---@private
----@param obeyed boolean the command stopped because it was told to, by others than us
-function Steps:tell_newest(obeyed)
+---@param how { stopped: boolean, obeyed: boolean, since: number? }
+---@return integer? saved
+function Steps:tell_newest(how)
   local options = self.options
   local listing = checkpoint.look(options.fleet, options.directory, { base = options.base })
   if listing.answered == 0 then
     options.say("Last step on disk: nobody could be asked about %s", options.directory)
-    return
+    return nil
   end
   local step = checkpoint.newest(listing)
-  if obeyed and self.sync_point and step == self.sync_point then
+  local at_sync_point = self.sync_point and step == self.sync_point
+  -- A directory's time has whole seconds.
+  local since = how.since and not self.sync_point and step and time_of(listing, step) >= math.floor(how.since)
+  if (how.obeyed or how.stopped) and (at_sync_point or since) then
     options.say("Checkpoint: saved: step %d is on disk in %s", step, options.directory)
     options.on_saved(step)
-    return
+    return step
   end
   local lost = self.last_step and self.last_step - (step or -1)
   options.say(
@@ -104,39 +120,44 @@ function Steps:tell_newest(obeyed)
         )
       or ""
   )
+  return nil
 end
 
 --- Says what is on disk after the end.
 ---@async
 ---@param watch ciranda.checkpoint.Watch? what was there before the signal
----@param stopped boolean we stopped it
-function Steps:tell(watch, stopped)
+---@param how { stopped: boolean, obeyed: boolean, since: number? } stopped: it was asked to stop, by us or at `since`
+---  by others (seconds since 1970); obeyed: it says itself that a signal stopped it
+---@return integer? saved the step that this stop has saved
+function Steps:tell(watch, how)
   local options = self.options
   if not options.directory then
-    if self.last_step or stopped then
+    if self.last_step or how.stopped then
       options.say(
         "Checkpoints: not looked at, since nobody said where they are (--CHECKPOINT_DIR)%s",
         self.last_step and ("; the logs had reached step %d"):format(self.last_step) or ""
       )
     end
-    return
+    return nil
   end
   local ok, problem = pcall(function()
     if not watch then
-      return self:tell_newest(not stopped and self:obeyed_a_signal())
+      return self:tell_newest(how)
     end
     local said = watch:after(self.sync_point)
     options.say("Checkpoint: %s", checkpoint.describe(said, options.directory, self.last_step))
     if said.saved then
       options.on_saved(said.step)
+      return said.step
     end
   end)
-  if not ok then
-    if not err.is(problem) or err.is(problem, "cancelled") then
-      error(problem, 0)
-    end
-    options.say("Checkpoint: nobody can say what is in %s: %s", options.directory, tostring(problem))
+  if ok then
+    return problem
+  elseif not err.is(problem) or err.is(problem, "cancelled") then
+    error(problem, 0)
   end
+  options.say("Checkpoint: nobody can say what is in %s: %s", options.directory, tostring(problem))
+  return nil
 end
 
 return M

@@ -7,6 +7,7 @@ local err = require("ciranda.io.error")
 local fleets = require("ciranda.fleet")
 local nodes = require("ciranda.provider.node")
 local provider = require("ciranda.provider")
+local repair = require("ciranda.run.repair")
 local uv = require("luv")
 
 local M = {}
@@ -129,6 +130,8 @@ end
 ---@field tpu ciranda.gcp.Tpu? when a cloud API was asked
 ---@field connection table what is needed to connect again: user, port, internal_ip, host_key_policy, match_exec, key
 ---@field answered table<ciranda.Worker, string> the address that answered, of those connected to
+---@field cloud ciranda.run.Cloud? where the slices come from, when a cloud API was asked
+---@field renew (fun(): ciranda.Fleet, string?, function?)? as in `ciranda.run.LaunchOptions`
 ---@field login fun() makes sure that the key is let in; call it before much else
 local Target = {}
 Target.__index = Target
@@ -145,6 +148,23 @@ function M.open(context)
   check(slices, flags, progress)
   M.refuse_own_worker(slices)
   return M.of(slices, tpu, flags, progress)
+end
+
+--- The slices that a fleet has workers of.
+---@param fleet ciranda.Fleet
+---@param slices ciranda.Slice[]
+---@return ciranda.Slice[]
+local function slices_of(fleet, slices)
+  local has, list = {}, {}
+  for _, worker in ipairs(fleet:workers()) do
+    has[worker.slice] = true
+  end
+  for _, slice in ipairs(slices) do
+    if has[slice.index] then
+      list[#list + 1] = slice
+    end
+  end
+  return list
 end
 
 --- The target of slices that are known already, as the flags say: which of them, how to log in.
@@ -187,12 +207,41 @@ function M.of(slices, tpu, flags, progress)
     fleet = fleet:select(M.slice_set(flags.SLICES))
     fleet.part = nil -- nobody else holds the whole
   end
+  local function login(whom)
+    if tpu then
+      access.ensure({
+        tpu = tpu,
+        fleet = whom,
+        user = connection.user,
+        public = public,
+        on_note = function(text)
+          progress:say("%s", text)
+        end,
+      })
+    end
+  end
+  local cloud = tpu and repair.cloud(tpu, slices_of(fleet, slices))
   return setmetatable({
     fleet = fleet,
     slices = slices,
     tpu = tpu,
     connection = connection,
     answered = answered,
+    cloud = cloud,
+    renew = cloud and function()
+      local renewed, now = repair.renew({
+        cloud = cloud,
+        tpu = tpu,
+        fleet_options = options,
+        set = flags.SLICES and M.slice_set(flags.SLICES),
+        say = function(...)
+          progress:say(...)
+        end,
+        login = login,
+      })
+      local environment_of, note = repair.multislice(renewed, now)
+      return renewed, note, environment_of
+    end,
     node_state = tpu and function(worker)
       local ok, node = pcall(tpu.get_node, tpu, worker.node)
       if not ok and err.is(node, "not_found") then
@@ -203,17 +252,7 @@ function M.of(slices, tpu, flags, progress)
       return node.state or "STATE_UNSPECIFIED"
     end or nil,
     login = function()
-      if tpu then
-        access.ensure({
-          tpu = tpu,
-          fleet = fleet,
-          user = connection.user,
-          public = public,
-          on_note = function(text)
-            progress:say("%s", text)
-          end,
-        })
-      end
+      login(fleet)
     end,
   }, Target)
 end

@@ -1,0 +1,289 @@
+-- Runs of several attempts: on machines that are directories, with the stand-in trainer.
+local fleet = require("ciranda.fleet")
+local journal = require("ciranda.run.journal")
+local launch = require("ciranda.run.launch")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
+
+describe("run.launch with several attempts", function()
+  local root, machines, workers, connect, slices, said, saved
+
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/restarts-XXXXXX")
+    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
+    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
+    uv.os_setenv("TMPDIR", root)
+    slices, connect, machines = machines_of.make(2, 1, { root = root })
+    workers = fleet.new(slices, { connect = connect, retry_for = 2 })
+    said = {}
+  end)
+
+  after_each(function()
+    for _, machine in pairs(machines) do
+      machine:kill_all()
+    end
+    workers:close()
+    for name, value in pairs(saved) do
+      if value then
+        uv.os_setenv(name, value)
+      else
+        uv.os_unsetenv(name)
+      end
+    end
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  local function text()
+    return table.concat(said, "\n")
+  end
+
+  local function settings(command, more)
+    local options = {
+      fleet = workers,
+      run = "r1",
+      command = command,
+      recipe = "multihost_runner",
+      json = true,
+      failure_grace = 1,
+      grace = 20,
+      restart_pause = 0.05,
+      checkpoint_directory = root .. "/shared",
+      progress = {
+        say = function(_, format, ...)
+          said[#said + 1] = format:format(...)
+        end,
+        status = function() end,
+      },
+      on_interrupt = function()
+        return function() end
+      end,
+    }
+    for name, value in pairs(more or {}) do
+      options[name] = value
+    end
+    return options
+  end
+
+  local function trainer(options)
+    return ("python3 %s --checkpoint_dir %s/shared --step-time 0.02 --peer-timeout 5 %s"):format(
+      TRAINER,
+      root,
+      options
+    )
+  end
+
+  --- Does `act` when the log of the n-th attempt on slice 0 has a pattern.
+  local function when(number, pattern, act)
+    task.timeout(40, function()
+      while true do
+        local state = journal.read("r1")
+        local attempt = state and state.attempts[number]
+        local file = attempt
+          and io.open(
+            ("%s/state/ciranda/runs/r1/%s/output_slice_0000_worker_0000.txt"):format(root, attempt.attempt)
+          )
+        local log = file and file:read("a") or ""
+        if file then
+          file:close()
+        end
+        if log:find(pattern) then
+          return act()
+        end
+        task.sleep(0.02)
+      end
+    end)
+  end
+
+  local function kinds()
+    local list = {}
+    for place, attempt in ipairs(journal.read("r1").attempts) do
+      list[place] = attempt.ended.kind
+    end
+    return list
+  end
+
+  it("tries again after a failure of the command, from the last step on disk, within the budget", function()
+    local result = launch.run(
+      settings(
+        trainer(
+          "--steps 30 --save-every 5 --variant dies-early --variant-rank 1 --die-at-step 12 --die-status 7"
+        ),
+        { restarts = { user = 1 } }
+      )
+    )
+    -- It dies at step 12 however often it is begun again.
+    assert.same({ 7, "user" }, { result.status, result.kind })
+    assert.same({ "user", "user" }, kinds())
+    assert.matches("--RESTARTS=1 is used up", result.message, 1, true)
+    assert.matches("Attempt 2 %(0002%-%x+, %d+ s%): user, exit status 7, slice 1 worker 0", text())
+    local file = io.open(root .. "/r1/output_slice_0000_worker_0000.txt")
+    local log = file:read("a")
+    file:close()
+    assert.equal("10", log:match("completed step: (%d+)"), log)
+    local state = journal.read("r1")
+    assert.equal(state.attempts[1].attempt, state.attempts[2].series)
+    assert.equal("user", state.ended.kind)
+  end)
+
+  it("goes on after a machine was restarted, with machines as they are then, and ends well", function()
+    local renewed, asked = nil, 0
+    local result
+    task.all({
+      function()
+        result = launch.run(settings(trainer("--steps 40 --save-every 5"), {
+          restarts = { infra = 1 },
+          renew = function()
+            asked = asked + 1
+            renewed = fleet.new(slices, { connect = connect, retry_for = 2 })
+            return renewed,
+              "the coordinator has moved",
+              function(worker)
+                return { MEGASCALE_SLICE_ID = tostring(worker.slice) }
+              end
+          end,
+        }))
+      end,
+      function()
+        when(1, "completed step: 7", function()
+          machines["1.0"]:reboot()
+        end)
+      end,
+    })
+    assert.same({ 0, "done" }, { result.status, result.kind }, text())
+    assert.same({ "infra", "done" }, kinds())
+    assert.equal(1, asked)
+    assert.matches("the coordinator has moved", text(), 1, true)
+    assert.matches("Another attempt in 0 s (1 of --INFRA_RESTARTS=1)", text(), 1, true)
+    assert.matches(
+      "Attempt 1 %(.-%): infra, exit status 1, slice 1 worker 0 lost: the machine was restarted",
+      text()
+    )
+    local path = ("%s/.ciranda/r1/%s/environment"):format(
+      machines["1.0"].home,
+      journal.read("r1").attempts[2].attempt
+    )
+    local file = io.open(path, "rb")
+    assert.matches("MEGASCALE_SLICE_ID=1\0", file:read("a"), 1, true)
+    file:close()
+    -- What was made by the repair was closed by the run.
+    assert.is_false(pcall(function()
+      renewed:link(renewed:workers()[1]):connection()
+    end))
+  end)
+
+  it("names the worker whose machine fails twice", function()
+    local result
+    task.all({
+      function()
+        result = launch.run(settings("echo up; sleep 60", { restarts = { infra = 1 } }))
+      end,
+      function()
+        for number = 1, 2 do
+          when(number, "up", function()
+            machines["0.0"]:reboot()
+          end)
+        end
+      end,
+    })
+    assert.same({ 1, "infra" }, { result.status, result.kind })
+    assert.matches("Bad: slice0/worker0, with two infrastructure failures", text(), 1, true)
+    assert.matches("--INFRA_RESTARTS=1 is used up", result.message, 1, true)
+  end)
+
+  it("ends as preempted when the machines do not come back", function()
+    local result
+    task.all({
+      function()
+        result = launch.run(settings("echo up; sleep 60", {
+          restarts = { preempted = 1 },
+          node_state = function()
+            return "PREEMPTED"
+          end,
+          renew = function()
+            require("ciranda.io.error").raise({ code = "preempted", message = "job is SUSPENDED" })
+          end,
+        }))
+      end,
+      function()
+        when(1, "up", function()
+          machines["0.0"]:reboot()
+        end)
+      end,
+    })
+    assert.same({ 1, "preempted" }, { result.status, result.kind })
+    assert.matches("there are no machines for another attempt: job is SUSPENDED", result.message, 1, true)
+    assert.same({ "preempted" }, kinds())
+  end)
+
+  it("counts what cannot be staged in a further attempt to the machines", function()
+    local result
+    task.all({
+      function()
+        result = launch.run(settings("echo up; sleep 60", { restarts = { infra = 1 } }))
+      end,
+      function()
+        when(1, "up", function()
+          machines["0.0"]:reboot()
+          machines["0.0"].refuses = { code = "hostkey", message = "the host key has changed" }
+        end)
+      end,
+    })
+    assert.equal(1, result.status)
+    assert.matches("slice 0 worker 0 lost: .*the host key has changed", text())
+    assert.matches("Nothing was started", text(), 1, true)
+    assert.same({ "infra", "infra" }, kinds())
+  end)
+
+  it("tries nothing again after a stop", function()
+    local handler, result
+    local options = settings(trainer("--steps 100000"), { restarts = { user = 5, infra = 5, preempted = 5 } })
+    options.on_interrupt = function(given)
+      handler = given
+      return function() end
+    end
+    task.all({
+      function()
+        result = launch.run(options)
+      end,
+      function()
+        when(1, "completed step: 3", function()
+          handler("SIGTERM", 1)
+        end)
+      end,
+    })
+    assert.same({ 143, "interrupted" }, { result.status, result.kind })
+    assert.equal(1, #journal.read("r1").attempts)
+  end)
+
+  it("attach goes on with the budget that the run was started with", function()
+    local handler
+    local command = "[ -e ../again ] && exit 0; touch ../again; echo up; sleep 3; exit 9"
+    local options = settings(command, { restarts = { user = 1 } })
+    options.on_interrupt = function(given)
+      handler = given
+      return function() end
+    end
+    task.all({
+      function()
+        assert.equal("detached", launch.run(options).kind)
+      end,
+      function()
+        when(1, "up", function()
+          handler("SIGHUP", 1)
+        end)
+      end,
+    })
+    local result = launch.attach({
+      run = "r1",
+      connect_options = { connect = connect, retry_for = 2 },
+      progress = options.progress,
+      json = true,
+      on_interrupt = options.on_interrupt,
+    })
+    assert.same({ 0, "done" }, { result.status, result.kind }, text())
+    assert.same({ "user", "done" }, kinds())
+  end)
+end)
