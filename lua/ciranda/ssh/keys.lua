@@ -149,11 +149,11 @@ function M.load(path, passphrase, quiet)
     local stamp = check_mode(path)
     if not cached or cached.stamp ~= stamp then
       cached = { stamp = stamp, key = wrap_key(open(path, passphrase, quiet), path) }
-      cache[path] = cached
     end
     -- Certificates live for hours and are made anew beside a key that stays.
     cached.key.certificate = M.certificate_of(path)
     cached.checked = uv.now()
+    cache[path] = cached
     return cached.key
   end)
 end
