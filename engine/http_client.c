@@ -4,6 +4,7 @@
  *
  *   handle = http.request(options, function(err, response) end)
  *   handle:cancel()  handle:pause()  handle:resume()
+ *   handle = http.connect(options, function(err, socket) end)      see http_socket.c
  *
  * libcurl is initialised by the first request: its start costs a program that makes none nothing.
  */
@@ -18,28 +19,43 @@
 
 enum { CIR_HTTP_DEAD_MS = 30000 /* bytes unacknowledged for so long: the peer is gone */ };
 
-struct cir_http {
-  cir_runtime *rt;
+/*
+ * One multi handle on the loop. Requests share one; a bare connection has its own: curl closes idle
+ * connections of a multi handle when it looks for one to use again, and takes those that the
+ * program holds for idle.
+ */
+struct cir_http_driver {
+  cir_http *http;
   CURLM *multi;
   uv_timer_t timer;
+  bool closing;
+};
+
+struct cir_http {
+  cir_runtime *rt;
+  cir_http_driver driver;
   cir_http_request *requests;            /* all that are under way */
+  cir_http_socket *sockets;              /* all that are open */
   cir_http_request *ready, **last_ready; /* those with something to deliver */
   bool deferred;                         /* a delivery is queued with cir_defer */
-  bool closing;
 };
 
 /* What the loop watches for one of curl's sockets. Freed when the loop has closed the poll handle.
  */
-typedef struct http_socket {
+typedef struct watched_socket {
   uv_poll_t poll;
-  cir_http *http;
+  cir_http_driver *driver;
   curl_socket_t socket;
-} http_socket;
+} watched_socket;
 
 static const char KEY = 0; /* registry: the cir_http */
 
 cir_runtime *cir_http_runtime(cir_http_request *request) {
   return request->http->rt;
+}
+
+cir_http_socket **cir_http_sockets(cir_http *http) {
+  return &http->sockets;
 }
 
 /* --- delivering to Lua ----------------------------------------------------------------------- */
@@ -69,14 +85,49 @@ static void leave_multi(cir_http_request *request) {
     curl_easy_pause(request->easy, CURLPAUSE_CONT);
   }
   request->in_multi = false;
-  curl_multi_remove_handle(request->http->multi, request->easy);
+  curl_multi_remove_handle(request->driver->multi, request->easy);
+}
+
+/* Frees the driver of a bare connection once its timer is closed. */
+static void on_driver_closed(uv_handle_t *timer) {
+  free(CIR_CONTAINER_OF(timer, cir_http_driver, timer));
+}
+
+void cir_http_driver_free(cir_http_driver *driver, CURL *easy) {
+  driver->closing = true;
+  if (easy != NULL) {
+    curl_multi_remove_handle(driver->multi, easy);
+    curl_easy_cleanup(easy);
+  }
+  curl_multi_cleanup(driver->multi);
+  uv_close((uv_handle_t *)&driver->timer, on_driver_closed);
+}
+
+/*
+ * Push what the callback of http.connect gets: the socket, which takes over curl's handle and the
+ * driver, or an error. [-0, +2, m]
+ */
+static void push_connection(lua_State *L, cir_http_request *request) {
+  if (!request->cancelled && request->fault == NULL && request->result == CURLE_OK) {
+    request->driver->closing = true; /* curl has nothing to do of itself any more */
+    uv_timer_stop(&request->driver->timer);
+    if (cir_http_socket_push(L, request))
+      return;
+    cir_http_fault(request, "failed", "the connection cannot be watched");
+  }
+  leave_multi(request);
+  cir_http_push_error(L, request);
+  lua_pushnil(L);
+  cir_http_driver_free(request->driver, NULL);
+  request->driver = NULL;
 }
 
 /* Call the completion with the outcome and end the flight. Runs on a turn of the loop. */
 static void complete(cir_http_request *request) {
   cir_http *http = request->http;
   lua_State *L = cir_main_state(http->rt);
-  leave_multi(request);
+  if (!request->bare)
+    leave_multi(request);
   cir_http_upload_close(request);
   if (request->previous != NULL)
     request->previous->next = request->next;
@@ -86,7 +137,9 @@ static void complete(cir_http_request *request) {
     request->next->previous = request->previous;
 
   luaL_checkstack(L, 8, "http");
-  if (request->cancelled || request->fault != NULL || request->result != CURLE_OK) {
+  if (request->bare) {
+    push_connection(L, request);
+  } else if (request->cancelled || request->fault != NULL || request->result != CURLE_OK) {
     cir_http_push_error(L, request);
     lua_pushnil(L);
   } else {
@@ -160,10 +213,11 @@ static void deliver_later(cir_http_request *request) {
 }
 
 /* Ask curl which transfers have ended, and deliver what all have received. */
-static void collect(cir_http *http) {
+static void collect(cir_http_driver *driver) {
+  cir_http *http = driver->http;
   CURLMsg *message;
   int left;
-  while ((message = curl_multi_info_read(http->multi, &left)) != NULL) {
+  while ((message = curl_multi_info_read(driver->multi, &left)) != NULL) {
     if (message->msg != CURLMSG_DONE)
       continue;
     CURLcode result = message->data.result;
@@ -172,7 +226,8 @@ static void collect(cir_http *http) {
     cir_http_request *request = (cir_http_request *)(void *)owner;
     request->result = result;
     request->finished = true;
-    leave_multi(request);
+    if (!request->bare) /* which would close the connection */
+      leave_multi(request);
     cir_http_mark_ready(request);
   }
   deliver_ready(http);
@@ -180,28 +235,28 @@ static void collect(cir_http *http) {
 
 /* --- curl on the loop ------------------------------------------------------------------------ */
 
-static void rearm(cir_http *http, long timeout_ms);
+static void rearm(cir_http_driver *driver, long timeout_ms);
 
 static void on_timer(uv_timer_t *timer) {
-  cir_http *http = CIR_CONTAINER_OF(timer, cir_http, timer);
+  cir_http_driver *driver = CIR_CONTAINER_OF(timer, cir_http_driver, timer);
   int running;
-  curl_multi_socket_action(http->multi, CURL_SOCKET_TIMEOUT, 0, &running);
+  curl_multi_socket_action(driver->multi, CURL_SOCKET_TIMEOUT, 0, &running);
   /* A timer that fires a moment early finds nothing due, and curl does not ask again for the time
    * it asked before. */
   long timeout_ms = -1;
   if (!uv_is_active((uv_handle_t *)timer) &&
-      curl_multi_timeout(http->multi, &timeout_ms) == CURLM_OK)
-    rearm(http, timeout_ms);
-  collect(http);
+      curl_multi_timeout(driver->multi, &timeout_ms) == CURLM_OK)
+    rearm(driver, timeout_ms);
+  collect(driver);
 }
 
-static void rearm(cir_http *http, long timeout_ms) {
-  if (http->closing || timeout_ms < 0) {
-    uv_timer_stop(&http->timer);
+static void rearm(cir_http_driver *driver, long timeout_ms) {
+  if (driver->closing || timeout_ms < 0) {
+    uv_timer_stop(&driver->timer);
     return;
   }
-  uv_update_time(cir_loop(http->rt));
-  uv_timer_start(&http->timer, on_timer, timeout_ms > 0 ? (uint64_t)timeout_ms + 1 : 0, 0);
+  uv_update_time(cir_loop(driver->http->rt));
+  uv_timer_start(&driver->timer, on_timer, timeout_ms > 0 ? (uint64_t)timeout_ms + 1 : 0, 0);
 }
 
 /* CURLMOPT_TIMERFUNCTION. */
@@ -212,8 +267,8 @@ static int on_curl_timer(CURLM *multi, long timeout_ms, void *user) {
 }
 
 static void on_poll(uv_poll_t *poll, int status, int events) {
-  http_socket *watched = CIR_CONTAINER_OF(poll, http_socket, poll);
-  cir_http *http = watched->http;
+  watched_socket *watched = CIR_CONTAINER_OF(poll, watched_socket, poll);
+  cir_http_driver *driver = watched->driver;
   int flags = 0, running;
   if (status < 0)
     flags = CURL_CSELECT_ERR;
@@ -221,12 +276,12 @@ static void on_poll(uv_poll_t *poll, int status, int events) {
     flags |= CURL_CSELECT_IN;
   if (events & UV_WRITABLE)
     flags |= CURL_CSELECT_OUT;
-  curl_multi_socket_action(http->multi, watched->socket, flags, &running);
-  collect(http);
+  curl_multi_socket_action(driver->multi, watched->socket, flags, &running);
+  collect(driver);
 }
 
 static void on_socket_closed(uv_handle_t *handle) {
-  free(CIR_CONTAINER_OF(handle, http_socket, poll));
+  free(CIR_CONTAINER_OF(handle, watched_socket, poll));
 }
 
 /* Marks an open descriptor close-on-exec. Returns whether it was not. */
@@ -259,13 +314,13 @@ static void close_pair_on_exec(int fd) {
 /* CURLMOPT_SOCKETFUNCTION. The poll handle stops before curl closes the descriptor. */
 static int on_curl_socket(CURL *easy, curl_socket_t socket, int what, void *user, void *assigned) {
   (void)easy;
-  cir_http *http = user;
-  http_socket *watched = assigned;
+  cir_http_driver *driver = user;
+  watched_socket *watched = assigned;
   if (what == CURL_POLL_REMOVE) {
     if (watched != NULL) {
       uv_poll_stop(&watched->poll);
       uv_close((uv_handle_t *)&watched->poll, on_socket_closed);
-      curl_multi_assign(http->multi, socket, NULL);
+      curl_multi_assign(driver->multi, socket, NULL);
     }
     return 0;
   }
@@ -274,14 +329,14 @@ static int on_curl_socket(CURL *easy, curl_socket_t socket, int what, void *user
     watched = malloc(sizeof *watched);
     if (watched == NULL)
       return -1;
-    watched->http = http;
+    watched->driver = driver;
     watched->socket = socket;
-    if (uv_poll_init_socket(cir_loop(http->rt), &watched->poll, socket) < 0) {
+    if (uv_poll_init_socket(cir_loop(driver->http->rt), &watched->poll, socket) < 0) {
       free(watched);
       return -1;
     }
     watched->poll.data = NULL;
-    curl_multi_assign(http->multi, socket, watched);
+    curl_multi_assign(driver->multi, socket, watched);
   }
   int events = 0;
   if (what != CURL_POLL_OUT)
@@ -323,7 +378,8 @@ __attribute__((noinline)) void cir_http_release(cir_http_request *request) {
     return;
   if (request->handle != NULL)
     *request->handle = NULL;
-  curl_easy_cleanup(request->easy);
+  if (request->easy != NULL) /* a socket has taken it over */
+    curl_easy_cleanup(request->easy);
   curl_slist_free_all(request->headers);
   cir_buffer_free(&request->head);
   cir_buffer_free(&request->body);
@@ -355,11 +411,33 @@ static void cancel(cir_http_request *request) {
  */
 static void shut_down(void *arg) {
   cir_http *http = arg;
-  http->closing = true;
+  http->driver.closing = true;
   for (cir_http_request *request = http->requests; request != NULL; request = request->next)
     cancel(request);
-  curl_multi_cleanup(http->multi);
-  uv_close((uv_handle_t *)&http->timer, NULL);
+  while (http->sockets != NULL)
+    cir_http_socket_close(http->sockets);
+  curl_multi_cleanup(http->driver.multi);
+  uv_close((uv_handle_t *)&http->driver.timer, NULL);
+}
+
+/* Make a driver's multi handle and timer. Returns false without memory or descriptors. */
+static bool start_driver(cir_http *http, cir_http_driver *driver) {
+  int lowest = open("/dev/null", O_RDONLY | O_CLOEXEC); /* where curl's wake-up pair will begin */
+  if (lowest >= 0)
+    close(lowest);
+  CURLM *multi = curl_multi_init();
+  if (multi == NULL)
+    return false;
+  close_pair_on_exec(lowest);
+  driver->http = http;
+  driver->multi = multi;
+  uv_timer_init(cir_loop(http->rt), &driver->timer);
+  driver->timer.data = NULL;
+  curl_multi_setopt(multi, CURLMOPT_SOCKETFUNCTION, on_curl_socket);
+  curl_multi_setopt(multi, CURLMOPT_SOCKETDATA, driver);
+  curl_multi_setopt(multi, CURLMOPT_TIMERFUNCTION, on_curl_timer);
+  curl_multi_setopt(multi, CURLMOPT_TIMERDATA, driver);
+  return true;
 }
 
 /*
@@ -381,22 +459,10 @@ static cir_http *client(lua_State *L) {
     luaL_error(L, "libcurl cannot be initialised");
   http = lua_newuserdatauv(L, sizeof *http, 0);
   memset(http, 0, sizeof *http);
-  int lowest = open("/dev/null", O_RDONLY | O_CLOEXEC); /* where curl's wake-up pair will begin */
-  if (lowest >= 0)
-    close(lowest);
-  CURLM *multi = curl_multi_init();
-  if (multi == NULL)
-    luaL_error(L, "libcurl cannot be initialised: out of memory or descriptors");
-  close_pair_on_exec(lowest);
   http->rt = cir_runtime_of(L);
-  http->multi = multi;
   http->last_ready = &http->ready;
-  uv_timer_init(cir_loop(http->rt), &http->timer);
-  http->timer.data = NULL;
-  curl_multi_setopt(multi, CURLMOPT_SOCKETFUNCTION, on_curl_socket);
-  curl_multi_setopt(multi, CURLMOPT_SOCKETDATA, http);
-  curl_multi_setopt(multi, CURLMOPT_TIMERFUNCTION, on_curl_timer);
-  curl_multi_setopt(multi, CURLMOPT_TIMERDATA, http);
+  if (!start_driver(http, &http->driver))
+    luaL_error(L, "libcurl cannot be initialised: out of memory or descriptors");
   cir_on_shutdown(http->rt, shut_down, http);
   lua_rawsetp(L, LUA_REGISTRYINDEX, &KEY);
   return http;
@@ -404,8 +470,8 @@ static cir_http *client(lua_State *L) {
 
 /* --- Lua ------------------------------------------------------------------------------------- */
 
-/* http.request(options, callback) -> handle. Raises a misuse. [-2, +1, v] */
-static int l_request(lua_State *L) {
+/* Start a request, or a bare connection. [-2, +1, v] */
+static int start(lua_State *L, bool bare) {
   luaL_checktype(L, 1, LUA_TTABLE);
   luaL_checktype(L, 2, LUA_TFUNCTION);
   lua_settop(L, 2);
@@ -425,7 +491,16 @@ static int l_request(lua_State *L) {
   request->anchor = LUA_NOREF;
   request->on_done = request->on_response = request->on_data = CIR_NO_CALLBACK;
   request->http = http; /* an option may already need the loop */
+  request->driver = &http->driver;
+  request->bare = bare;
   cir_http_options(L, 1, request);
+  if (bare) {
+    request->driver = calloc(1, sizeof *request->driver);
+    if (request->driver == NULL || !start_driver(http, request->driver)) {
+      free(request->driver);
+      return luaL_error(L, "http.connect: out of memory or descriptors");
+    }
+  }
   curl_easy_setopt(request->easy, CURLOPT_OPENSOCKETFUNCTION, on_curl_open);
 
   request->started = true;
@@ -437,9 +512,9 @@ static int l_request(lua_State *L) {
     request->next->previous = request;
   http->requests = request;
 
-  if (request->fault == NULL && !http->closing) {
+  if (request->fault == NULL && !http->driver.closing) {
     request->in_multi = true;
-    CURLMcode code = curl_multi_add_handle(http->multi, request->easy);
+    CURLMcode code = curl_multi_add_handle(request->driver->multi, request->easy);
     if (code == CURLM_OK)
       return 1;
     request->in_multi = false;
@@ -450,6 +525,16 @@ static int l_request(lua_State *L) {
   request->finished = true;
   deliver_later(request);
   return 1;
+}
+
+/* http.request(options, callback) -> handle. Raises a misuse. [-2, +1, v] */
+static int l_request(lua_State *L) {
+  return start(L, false);
+}
+
+/* http.connect(options, callback) -> handle. Raises a misuse. [-2, +1, v] */
+static int l_connect(lua_State *L) {
+  return start(L, true);
 }
 
 /* The request of the handle at 1, or NULL when it is over. [-0, +0, v] */
@@ -506,7 +591,8 @@ static int l_gc(lua_State *L) {
 }
 
 int luaopen_ciranda_core_http(lua_State *L) {
-  static const luaL_Reg functions[] = {{"request", l_request}, {NULL, NULL}};
+  static const luaL_Reg functions[] = {
+      {"request", l_request}, {"connect", l_connect}, {NULL, NULL}};
   static const luaL_Reg methods[] = {{"cancel", l_cancel},  {"pause", l_pause},
                                      {"resume", l_resume},  {"__gc", l_gc},
                                      {"__close", l_cancel}, {NULL, NULL}};
@@ -516,6 +602,7 @@ int luaopen_ciranda_core_http(lua_State *L) {
     lua_setfield(L, -2, "__index");
   }
   lua_pop(L, 1);
+  cir_http_socket_register(L);
   luaL_newlib(L, functions);
   return 1;
 }

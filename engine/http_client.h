@@ -3,7 +3,8 @@
  *
  * http_client.c drives libcurl's multi interface on the loop and delivers results to Lua;
  * http_request.c turns an option table into a curl easy handle and the outcome into Lua values;
- * http_upload.c reads a request body from a file on the thread pool.
+ * http_upload.c reads a request body from a file on the thread pool; http_socket.c is a connection
+ * without a request, over which the caller speaks a protocol of its own.
  *
  * Rules. libcurl's callbacks write into C buffers and never call Lua. Lua is called only from
  * cir_http_deliver, which runs on a turn of the loop, never inside libcurl and never inside a call
@@ -19,10 +20,13 @@
 #define CIR_HTTP_HANDLE "ciranda.http.request"
 
 typedef struct cir_http cir_http;
+typedef struct cir_http_driver cir_http_driver;
+typedef struct cir_http_socket cir_http_socket;
 typedef struct cir_http_upload cir_http_upload;
 
 typedef struct cir_http_request {
   cir_http *http; /* NULL until it is started */
+  cir_http_driver *driver;
   struct cir_http_request *
       *handle; /* the userdata's pointer to this, or NULL once that is collected */
   struct cir_http_request *previous, *next; /* all requests that are under way */
@@ -41,6 +45,7 @@ typedef struct cir_http_request {
   const char *fault;    /* our own reason to end it: a stable word, or NULL */
   char fault_text[256]; /* said for that reason */
   char error[CURL_ERROR_SIZE];
+  bool bare; /* a connection only: see http_socket.c */
   bool started, in_multi, ready, finished, cancelled;
   bool head_complete, response_delivered;
   bool paused;        /* Lua wants no more data for now */
@@ -76,6 +81,25 @@ void cir_http_unpause(cir_http_request *request);
 /* Queue the request for delivery. Whoever calls this outside of libcurl's callbacks sees to it that
  * one follows. */
 void cir_http_mark_ready(cir_http_request *request);
+
+/* Close a bare connection and let go of its driver. easy is NULL when it has left it already. */
+void cir_http_driver_free(cir_http_driver *driver, CURL *easy);
+
+/* The head of the list of open sockets. */
+cir_http_socket **cir_http_sockets(cir_http *http);
+
+/* Close a socket: nothing more is read, and what is still to be sent is given up. */
+void cir_http_socket_close(cir_http_socket *socket);
+
+/*
+ * Push nil and the socket of a bare request that has connected; the socket then owns its easy
+ * handle and its driver. Pushes nothing and returns false when the loop cannot watch it.
+ * [-0, +0|2, m]
+ */
+bool cir_http_socket_push(lua_State *L, cir_http_request *request);
+
+/* Make the sockets' class. [-0, +0, m] */
+void cir_http_socket_register(lua_State *L);
 
 /* The runtime that the request runs in. */
 cir_runtime *cir_http_runtime(cir_http_request *request);

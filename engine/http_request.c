@@ -264,6 +264,11 @@ void cir_http_options(lua_State *L, int index, cir_http_request *request) {
   curl_easy_setopt(easy, CURLOPT_SSLVERSION, (long)CURL_SSLVERSION_TLSv1_2);
 
   bool http2 = lua_getfield(L, index, "http2") == LUA_TNIL || lua_toboolean(L, -1);
+  if (request->bare) { /* through a proxy too there is but a way to the server */
+    http2 = false;
+    curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
+    curl_easy_setopt(easy, CURLOPT_HTTPPROXYTUNNEL, 1L);
+  }
   curl_easy_setopt(easy, CURLOPT_HTTP_VERSION,
                    (long)(http2 ? CURL_HTTP_VERSION_2TLS : CURL_HTTP_VERSION_1_1));
   curl_easy_setopt(easy, CURLOPT_PIPEWAIT, http2 && secure ? 1L : 0L);

@@ -13,7 +13,7 @@
 /* clang-format off */
 #define CIR_CURL_FUNCTIONS(X)                                                                      \
   X(easy_cleanup)                                                                                  \
-  X(easy_getinfo) X(easy_init) X(easy_pause) X(easy_setopt) X(easy_strerror) X(global_init)        \
+  X(easy_getinfo) X(easy_init) X(easy_pause) X(easy_recv) X(easy_send) X(easy_setopt) X(easy_strerror) X(global_init)        \
       X(multi_add_handle) X(multi_assign) X(multi_cleanup) X(multi_info_read) X(multi_init)        \
           X(multi_remove_handle) X(multi_setopt) X(multi_socket_action) X(multi_strerror)          \
               X(multi_timeout) X(slist_append) X(slist_free_all)
@@ -34,6 +34,8 @@ const char *cir_curl_load(void);
 #define curl_easy_getinfo (cir_curl.easy_getinfo)
 #define curl_easy_init (cir_curl.easy_init)
 #define curl_easy_pause (cir_curl.easy_pause)
+#define curl_easy_recv (cir_curl.easy_recv)
+#define curl_easy_send (cir_curl.easy_send)
 #define curl_easy_setopt (cir_curl.easy_setopt)
 #define curl_easy_strerror (cir_curl.easy_strerror)
 #define curl_global_init (cir_curl.global_init)

@@ -62,4 +62,29 @@ function Handle:resume() end
 ---@return ciranda.core.http.Handle
 function M.request(options, callback) end
 
+--- Connect, through TLS for https://, and send nothing. Of the options `url`, `timeout_ms`, `connect_timeout_ms`,
+--- `ca_file`, `proxy` and `unix_socket` count. Each connection has a multi handle of libcurl's own (some 35 KB).
+---@param options ciranda.core.http.Options
+---@param callback fun(err: ciranda.core.http.Error?, socket: ciranda.core.http.Socket?)
+---@return ciranda.core.http.Handle
+function M.connect(options, callback) end
+
+--- A connection, engine/http_socket.c. One that nobody holds is closed.
+---@class ciranda.core.http.Socket
+local Socket = {}
+
+--- Read: data, then once neither (the end) or an error.
+---@param callback fun(err: table?, data: string?)
+function Socket:read_start(callback) end
+
+--- No callback until it is started again.
+function Socket:read_stop() end
+
+--- Send. Raises while the last write is under way.
+---@param data string
+---@param callback fun(err: table?) later: all of it is with the kernel, or code "cancelled" after `close`
+function Socket:write(data, callback) end
+
+function Socket:close() end
+
 return M
