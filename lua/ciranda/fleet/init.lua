@@ -108,6 +108,12 @@ function M.new(slices, options)
   return fleet
 end
 
+--- Log in as somebody else from now on. Connections that exist stay.
+---@param user string
+function Fleet:log_in_as(user)
+  self.settings.user = user
+end
+
 --- The workers, in the provider's order.
 ---@return ciranda.Worker[]
 function Fleet:workers()

@@ -3,6 +3,7 @@
 -- A key may be let in by the project's metadata, by a node's, or by OS Login; which one holds is known only when one
 -- has knocked. So one worker is tried first, and only when it refuses the key is it added to the nodes.
 local err = require("ciranda.io.error")
+local os_login = require("ciranda.gcp.os_login")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -32,34 +33,76 @@ function M.key(given)
   return ssh.ensure_key(given)
 end
 
+--- The metadata of the first slice that says something about OS Login, else of the first.
+local function node_metadata(slices)
+  for _, slice in ipairs(slices) do
+    if os_login.said(slice.metadata) ~= nil then
+      return slice.metadata
+    end
+  end
+  return slices[1] and slices[1].metadata
+end
+
+--- Imports the key into the account's OS Login profile, and has the fleet log in as the user that it names.
+---@return string user the profile's
+local function import(options, note)
+  local user, account = os_login.import(options.tpu, options.public)
+  note(("OS Login is on: the key belongs to %s now"):format(account))
+  if not options.user_given and user ~= options.user then
+    note(("Logging in as %s, which OS Login calls %s"):format(user, account))
+    options.fleet:log_in_as(user)
+    options.user = user
+  end
+  return user
+end
+
 --- Makes sure that the key is let in everywhere: tries one worker, and when it refuses the key adds it to the metadata
---- of the nodes that do not have it, and waits until that worker lets it in.
+--- of the nodes that do not have it, or, where OS Login is on, to the account's profile; then waits until that worker
+--- lets it in. Where the nodes' own metadata turns OS Login on, the key is imported first.
 ---@async
----@param options { tpu: ciranda.gcp.Tpu, fleet: ciranda.Fleet, user: string, public: string,
----  on_note: fun(text: string)? }
--- Raises "auth" when the key is refused all the same; what connecting raises otherwise.
+---@param options { tpu: ciranda.gcp.Tpu, fleet: ciranda.Fleet, user: string, user_given: boolean?, public: string,
+---  on_note: fun(text: string)? } user_given: OS Login must not choose another
+---@return string user who logs in
+-- Raises "auth" when the key is refused all the same; what connecting and the API's calls raise otherwise.
 function M.ensure(options)
   local fleet = options.fleet
   local first = fleet:workers()[1]
   local link = fleet:link(first)
+  local note = options.on_note or function() end
+  local metadata = node_metadata(fleet.slices)
+  local known_as
+  if os_login.said(metadata) == true then
+    known_as = import(options, note)
+  end
   local ok, problem = pcall(link.connection, link)
   if ok then
-    return
+    return options.user
   elseif not err.is(problem, "auth") then
     error(problem, 0)
   end
-  local note = options.on_note or function() end
-  note(
-    ("The workers do not know the key yet: adding it to the nodes' metadata (user %s)"):format(options.user)
-  )
-  task.map(fleet.slices, function(slice)
-    options.tpu:add_ssh_keys(slice.name, { options.user .. ":" .. options.public })
-  end, 16)
+  if not known_as and os_login.enabled(options.tpu, metadata) then
+    known_as = import(options, note)
+  elseif not known_as then
+    note(
+      ("The workers do not know the key yet: adding it to the nodes' metadata (user %s)"):format(options.user)
+    )
+    task.map(fleet.slices, function(slice)
+      options.tpu:add_ssh_keys(slice.name, { options.user .. ":" .. options.public })
+    end, 16)
+  end
+  if known_as and known_as ~= options.user then
+    problem.message = ("%s; OS Login lets this key in as %s, not as %s"):format(
+      problem.message,
+      known_as,
+      options.user
+    )
+    error(problem, 0)
+  end
   local deadline = uv.hrtime() / 1e9 + PROPAGATION
   while true do
     ok, problem = pcall(link.connection, link)
     if ok then
-      return
+      return options.user
     elseif not err.is(problem, "auth") or uv.hrtime() / 1e9 > deadline then
       error(problem, 0)
     end

@@ -209,15 +209,17 @@ function M.of(slices, tpu, flags, progress)
   end
   local function login(whom)
     if tpu then
-      access.ensure({
+      connection.user = access.ensure({
         tpu = tpu,
         fleet = whom,
         user = connection.user,
+        user_given = flags.ssh_user ~= nil or os.getenv("CIRANDA_SSH_USER") ~= nil,
         public = public,
         on_note = function(text)
           progress:say("%s", text)
         end,
       })
+      options.user = connection.user -- for a fleet that takes this one's place
     end
   end
   local cloud = tpu and repair.cloud(tpu, slices_of(fleet, slices))

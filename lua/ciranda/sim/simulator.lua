@@ -37,6 +37,9 @@ local M = {}
 local API_PORT = 8470
 local SSH_PORT = 2222
 
+-- Whose token is in the file.
+local OWNER = "owner@example.com"
+
 -- A token in a file must outlive a day's work; those that are exchanged live as long as Google's.
 local TOKEN_FILE_LIFETIME = 7 * 86400
 
@@ -148,6 +151,7 @@ local function environment(settings, url, host, ssh_port)
     CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE = url .. "/storage/v1/",
     CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU = url .. "/",
     CLOUDSDK_AUTH_ACCESS_TOKEN_FILE = directory .. "/access_token",
+    CLOUDSDK_CORE_ACCOUNT = OWNER,
     CLOUDSDK_COMPUTE_ZONE = settings.zone,
     CLOUDSDK_CORE_PROJECT = settings.project,
     GCE_METADATA_HOST = host,
@@ -160,7 +164,7 @@ local function environment(settings, url, host, ssh_port)
 end
 
 local function write_token(credentials, settings)
-  local token = credentials:issue("owner@example.com", TOKEN_FILE_LIFETIME)
+  local token = credentials:issue(OWNER, TOKEN_FILE_LIFETIME)
   fs.write(settings.directory .. "/access_token", token, { mode = 384, sync = false })
   return token
 end
