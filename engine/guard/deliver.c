@@ -28,7 +28,8 @@ static int send_signal(int held, pid_t pid, uint64_t start, int number) {
 cir_target *cir_target_add(cir_guard *guard, const cir_proc *proc) {
   cir_state *state = guard->state;
   uint32_t at = state->count < CIR_TARGETS ? state->count : 1;
-  while (at < state->count && !(state->targets[at].wave == CIR_SECOND && state->targets[at].ended))
+  while (at < state->count &&
+         !(state->targets[at].wave == CIR_SECOND && state->targets[at].ended_at))
     at++;
   if (at == CIR_TARGETS)
     return NULL;
@@ -142,7 +143,7 @@ static void first_wave(cir_guard *guard, cir_tree *tree) {
 static bool below_target(cir_state *state, const cir_tree *tree, const cir_proc *proc) {
   for (int i = proc->up; i >= 0 && tree->list[i].in_tree; i = tree->list[i].up) {
     const cir_target *target = cir_find(state, &tree->list[i]);
-    if (target && target->wave == CIR_FIRST && !target->ended)
+    if (target && target->wave == CIR_FIRST && !target->ended_at)
       return true;
   }
   return false;
@@ -197,11 +198,9 @@ bool cir_stop_step(cir_guard *guard) {
   if (state->asked == 0)
     return false;
   cir_tree_scan(&tree, state);
-  for (uint32_t i = 0; i < state->count; i++)
-    cir_watch(guard, &state->targets[i]); /* after a takeover nothing is held yet */
   cir_settle(guard);
   for (uint32_t i = 0; i < state->count; i++)
-    waiting = waiting || (state->targets[i].wave == CIR_FIRST && !state->targets[i].ended);
+    waiting = waiting || (state->targets[i].wave == CIR_FIRST && !state->targets[i].ended_at);
   if (state->wave == CIR_NO_WAVE) {
     first_wave(guard, &tree);
   } else if (cir_now() < state->asked) {
@@ -232,8 +231,7 @@ void cir_signal(cir_state *state, int number, cir_text *reply) {
       int error = send_signal(-1, tree.list[i].pid, tree.list[i].start, number);
       cir_add(reply, "%s{\"pid\":%d,\"exe\":", comma, (int)tree.list[i].pid);
       cir_add_string(reply, tree.list[i].exe);
-      cir_add(reply, ",\"delivery\":\"%s%s\"}", error ? "not delivered: " : "delivered",
-              error ? strerror(error) : "");
+      cir_add_delivery(reply, error);
       comma = ",";
     }
   cir_add(reply, "]}");

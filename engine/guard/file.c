@@ -2,14 +2,15 @@
 #include "guard.h"
 #include <stdarg.h>
 
-/* Say what failed on standard error. Returns CIR_FAILED, so that a caller can return it. */
+/* Say what failed on standard error; %m is errno's text. Returns CIR_FAILED, so that a caller can
+ * return it. */
 int cir_fail(const char *format, ...) {
+  char line[1024];
   va_list arguments;
   va_start(arguments, format);
-  fputs("ciranda-guard: ", stderr);
-  vfprintf(stderr, format, arguments);
-  fputs("\n", stderr);
+  vsnprintf(line, sizeof line, format, arguments);
   va_end(arguments);
+  fprintf(stderr, "ciranda-guard: %s\n", line);
   return CIR_FAILED;
 }
 
@@ -38,13 +39,16 @@ void cir_add_string(cir_text *text, const char *string) {
   cir_add(text, "\"");
 }
 
-/* realloc that does not fail: a guard without memory cannot guard, and its outer process takes
- * over. */
-void *cir_memory(void *old, size_t size) {
-  void *memory = realloc(old, size);
-  if (!memory)
+/* Room for one more element behind `count` of them (and a NUL). A guard without memory cannot
+ * guard: its outer process takes over. */
+void *cir_room(void *list, size_t count, size_t *size, size_t each) {
+  if (count + 1 < *size)
+    return list;
+  *size = *size ? *size * 2 : 512;
+  list = realloc(list, *size * each);
+  if (!list)
     abort();
-  return memory;
+  return list;
 }
 
 /* The whole file, with a NUL behind it; the caller frees it. NULL with errno when it cannot be
@@ -53,14 +57,14 @@ char *cir_read(const char *path, size_t *size) {
   int file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0)
     return NULL;
-  size_t used = 0, room = 4096;
-  char *data = cir_memory(NULL, room);
+  char *data = NULL;
+  size_t used = 0, room = 0;
   ssize_t got;
-  while ((got = read(file, data + used, room - used - 1)) > 0) {
-    used += (size_t)got;
-    if (room - used < 2)
-      data = cir_memory(data, room *= 2);
-  }
+  do {
+    data = cir_room(data, used, &room, 1);
+    got = read(file, data + used, room - used - 1);
+    used += got > 0 ? (size_t)got : 0;
+  } while (got > 0);
   int error = errno;
   close(file);
   data[used] = '\0';
@@ -81,10 +85,9 @@ int cir_reserve(const char *path, size_t size) {
   int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (file < 0)
     return -1;
-  int error = posix_fallocate(file, 0, (off_t)size);
-  if (error == EOPNOTSUPP || error == EINVAL) /* musl does not write the zeros itself */
-    for (error = 0; error == 0 && lseek(file, 0, SEEK_CUR) < (off_t)size;)
-      error = write(file, zeros, sizeof zeros) == (ssize_t)sizeof zeros ? 0 : ENOSPC;
+  int error = 0;
+  while (error == 0 && lseek(file, 0, SEEK_CUR) < (off_t)size)
+    error = write(file, zeros, sizeof zeros) == (ssize_t)sizeof zeros ? 0 : ENOSPC;
   if (error == 0)
     return file;
   close(file);
@@ -113,15 +116,12 @@ int cir_replace(const char *temporary, const char *path, const cir_text *text) {
   return 0;
 }
 
-/* The first line of a file without its end, NULL when there is none; the caller frees it. */
+/* The first line of a file without its end, NULL when there is no file; the caller frees it. */
 char *cir_first_line(const char *path) {
   char *text = cir_read(path, NULL);
   if (text)
     text[strcspn(text, "\r\n")] = '\0';
-  if (text && text[0])
-    return text;
-  free(text);
-  return NULL;
+  return text;
 }
 
 /* The boot id, or an empty string. */

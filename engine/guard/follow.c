@@ -3,9 +3,11 @@
 #include "guard.h"
 #include <sys/inotify.h>
 
-#define POLL                                                                                       \
-  250 /* ms: also where inotify has no instance left or the file system does not tell              \
-       */
+/* ms: also where inotify has no instance left or the file system does not tell */
+#define POLL 250
+
+/* How the record says what is kept. */
+#define FIRST "\"log_first\":"
 
 /* Write all of it, also where whoever shares the stream has made it nonblocking. False with errno.
  */
@@ -22,33 +24,37 @@ static bool put(const char *data, size_t size) {
   return true;
 }
 
-/* Everything there is from *offset on. CIR_OK, or what went wrong, which was said. */
-static int copy(int log, int64_t *offset) {
+/* Everything there is from *offset on. CIR_OK, or what went wrong, which was said. What is read may
+ * have been given up meanwhile: then it was zeros. */
+static int copy(int log, int64_t *offset, const volatile int64_t *first) {
   static char data[65536];
   ssize_t got;
   for (; (got = pread(log, data, sizeof data, *offset)) > 0; *offset += got)
-    if (!put(data, (size_t)got))
-      return cir_fail("cannot write the log to standard output: %s", strerror(errno));
-  return got == 0 ? CIR_OK : cir_fail("cannot read the log: %s", strerror(errno));
+    if (*offset < *first)
+      return cir_fail("byte %lld of the log is no longer kept; the first that is kept is %lld",
+                      (long long)*offset, (long long)*first);
+    else if (!put(data, (size_t)got))
+      return cir_fail("cannot write the log to standard output: %m");
+  return got == 0 ? CIR_OK : cir_fail("cannot read the log: %m");
 }
 
 int cir_follow(const cir_options *options) {
   int64_t offset = options->from, grew = cir_now();
+  const cir_state *state = cir_map(false);
+  char *record = state ? NULL : cir_read("exit", NULL), *kept = strstr(record ? record : "", FIRST);
+  int64_t kept_then = kept ? strtoll(kept + strlen(FIRST), NULL, 10) : 0;
   int log = open("log", O_RDONLY | O_CLOEXEC);
   if (log < 0)
-    return cir_fail("cannot follow %s/log: %s (is the attempt started?)", options->directory,
-                    strerror(errno));
-  if (offset > lseek(log, 0, SEEK_END))
-    return cir_fail("--from %lld is beyond the log's end, %lld", (long long)offset,
-                    (long long)lseek(log, 0, SEEK_END));
+    return cir_fail("cannot follow %s/log: %m (is the attempt started?)", options->directory);
   int watch = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
   inotify_add_watch(watch, "log", IN_MODIFY);
   inotify_add_watch(watch, ".", IN_MOVED_TO);
   for (;;) {
     bool ended = access("exit", F_OK) == 0, lost = !ended && !cir_guarded(); /* before the read */
+    bool enough = ended || (options->leader_only && access("leader", F_OK) == 0);
     int64_t before = offset;
-    int result = copy(log, &offset);
-    if (result != CIR_OK || ended)
+    int result = copy(log, &offset, state ? &state->log_first : &kept_then);
+    if (result != CIR_OK || enough)
       return result;
     if (lost && access("exit", F_OK) != 0) {
       cir_fail("the guard of %s is gone: `adopt` or `stop` it", options->directory);

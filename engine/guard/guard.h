@@ -35,7 +35,6 @@
 #define cir_now() cir_clock(CLOCK_BOOTTIME)  /* milliseconds since boot */
 #define cir_wall() cir_clock(CLOCK_REALTIME) /* milliseconds since 1970 */
 #define cir_nap(milliseconds) poll(NULL, 0, milliseconds)
-#define CIR_VARIABLE "CIRANDA_ATTEMPT_DIR"
 
 /* Exit statuses of the subcommands. */
 enum { CIR_OK, CIR_FAILED, CIR_USAGE, CIR_LOST, CIR_IDLE };
@@ -43,7 +42,7 @@ enum { CIR_OK, CIR_FAILED, CIR_USAGE, CIR_LOST, CIR_IDLE };
 /* Where a status came from. CIR_AUTO is only an option: the best source that the kernel has. */
 typedef enum { CIR_UNKNOWN, CIR_WAIT, CIR_PIDFD, CIR_PTRACE, CIR_AUTO } cir_source;
 
-typedef enum { CIR_PROGRAM, CIR_SHELL, CIR_WRAPPER, CIR_FILTER } cir_kind;
+typedef enum { CIR_SHELL, CIR_WRAPPER, CIR_FILTER, CIR_PROGRAM } cir_kind;
 
 /* The first wave is whom a stop is for; the second is what is left of the tree afterwards. */
 typedef enum { CIR_NO_WAVE, CIR_FIRST, CIR_SECOND } cir_wave;
@@ -52,7 +51,7 @@ typedef enum { CIR_NO_WAVE, CIR_FIRST, CIR_SECOND } cir_wave;
 typedef struct {
   const char *directory;
   char word[CIR_WORD], devices[CIR_WORD], lock[CIR_WORD], boot_id_file[CIR_WORD];
-  int64_t grace, linger, idle, from;
+  int64_t grace, linger, idle, from, keep, leader_only;
   cir_source method;
 } cir_options;
 
@@ -67,7 +66,7 @@ typedef struct {
   int status;   /* as wait() gives it, once source is not CIR_UNKNOWN */
   cir_source source;
   cir_wave wave;
-  bool ended, seized;
+  bool seized;
   char exe[34];
 } cir_target;
 
@@ -75,7 +74,7 @@ typedef struct {
 typedef struct {
   uint32_t magic, takeovers, killed, untracked, count, outside_count;
   pid_t guard, outer, outside[8]; /* outside: holders of the device that are not ours */
-  int64_t started_at, stop_at, asked, linger, first_ended, log_size, log_grew;
+  int64_t started_at, stop_at, asked, linger, first_ended, log_size, log_first, log_grew;
   uint64_t stop_ticks, dropped;
   cir_wave wave;
   bool begun, announced, adopted;
@@ -97,8 +96,7 @@ typedef struct {
   pid_t pid, parent;
   int up; /* index of the parent, -1 when it is not in the list */
   cir_kind kind;
-  char state;
-  bool in_tree, ours; /* ours: alive, too */
+  bool alive, in_tree, ours; /* alive: something of it can run; ours: both of the others */
   bool visited, has_child, holds, fed, chosen;
   char exe[34];
 } cir_proc;
@@ -122,7 +120,7 @@ typedef struct {
 int cir_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void cir_add(cir_text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void cir_add_string(cir_text *text, const char *string);
-void *cir_memory(void *old, size_t size);
+void *cir_room(void *list, size_t count, size_t *size, size_t each);
 char *cir_read(const char *path, size_t *size);
 char *cir_first_line(const char *path);
 void cir_boot_id(const cir_options *options, char *id, size_t size);
@@ -132,7 +130,6 @@ int64_t cir_clock(clockid_t clock);
 
 /* tree.c: who is there */
 bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status);
-bool cir_alive(const cir_proc *proc);
 size_t cir_tree_scan(cir_tree *tree, const cir_state *state);
 void cir_tree_descriptors(cir_tree *tree, const char *prefixes);
 uint64_t cir_look(pid_t pid);
@@ -159,6 +156,7 @@ bool cir_log_drain(cir_guard *guard);
 void cir_describe(const cir_state *state, cir_text *text);
 int cir_record_write(const cir_state *state);
 void cir_announce(cir_state *state);
+void cir_add_delivery(cir_text *text, int delivery);
 
 /* supervise.c: the loop of a guard */
 void cir_clear_lock(const cir_state *state);

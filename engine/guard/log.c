@@ -39,6 +39,17 @@ static ssize_t copy_or_drop(cir_guard *guard) {
   return got;
 }
 
+/* Give the log's oldest blocks back to the file system, when that many bytes of them are not to be
+ * kept as are. No offset changes. Where it cannot be done the log only grows. */
+static void forget_oldest(cir_state *state, int log) {
+  int64_t first = state->log_size - state->options.keep, given_up = state->log_first;
+  if (state->options.keep == 0 || first - given_up < state->options.keep)
+    return;
+  state->log_first = first; /* before the bytes go: who follows looks at it after reading */
+  if (fallocate(log, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, given_up, first - given_up) != 0)
+    state->log_first = given_up, state->options.keep = 0;
+}
+
 /* Move what is there, up to a MiB. Returns whether there may be more. */
 bool cir_log_drain(cir_guard *guard) {
   for (int turn = 0; turn < 16; turn++) {
@@ -52,6 +63,7 @@ bool cir_log_drain(cir_guard *guard) {
     if (moved <= 0)
       return false;
     guard->state->log_grew = cir_now();
+    forget_oldest(guard->state, guard->log);
   }
   return true;
 }

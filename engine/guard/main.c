@@ -18,7 +18,9 @@ static const char usage[] =
     "  --lock FILE      lock file to remove when nobody holds it or the device\n"
     "  --boot-id-file F (/proc/sys/kernel/random/boot_id)\n"
     "  --method M       how statuses are learned: auto wait pidfd ptrace unknown (auto)\n"
-    "  --from N         follow: the offset of the first byte (0)\n"
+    "  --keep N         bytes of the log that are kept at least, in place of all (0: all)\n"
+    "  --from N         follow: the offset of the first byte (0); beyond the end: wait only\n"
+    "  --leader-only 1  follow: until the leader has ended, not its tree\n"
     "  --idle-exit S    follow: leave with status 4 when nothing came for so long\n"
     "exit status: 0 done, 1 failed, 2 usage, 3 the guard is lost, 4 idle\n";
 
@@ -33,6 +35,7 @@ static bool set_option(cir_options *options, const char *name, const char *value
   } known[] = {
       {"--grace", NULL, &options->grace, 1000}, {"--linger", NULL, &options->linger, 1000},
       {"--from", NULL, &options->from, 1},      {"--idle-exit", NULL, &options->idle, 1000},
+      {"--keep", NULL, &options->keep, 1},      {"--leader-only", NULL, &options->leader_only, 1},
       {"--reason", options->word, NULL, 0},     {"--devices", options->devices, NULL, 0},
       {"--lock", options->lock, NULL, 0},       {"--boot-id-file", options->boot_id_file, NULL, 0}};
   for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
@@ -60,13 +63,10 @@ int main(int argc, char **argv) {
     int (*function)(const cir_options *options);
   } commands[] = {{"run", cir_run},           {"follow", cir_follow}, {"stop", cir_stop},
                   {"signal", cir_ask_signal}, {"status", cir_status}, {"adopt", cir_adopt}};
-  cir_options options = {.word = "asked to stop",
-                         .devices = "/dev/accel,/dev/vfio/",
-                         .boot_id_file = "/proc/sys/kernel/random/boot_id",
-                         .grace = 300000,
-                         .linger = 2000,
-                         .idle = -1,
-                         .method = CIR_AUTO};
+  cir_options options = {.grace = 300000, .linger = 2000, .idle = -1, .method = CIR_AUTO};
+  strcpy(options.word, "asked to stop");
+  strcpy(options.devices, "/dev/accel,/dev/vfio/");
+  strcpy(options.boot_id_file, "/proc/sys/kernel/random/boot_id");
   signal(SIGPIPE, SIG_IGN);
   for (int fd = 0; fd >= 0 && fd <= STDERR_FILENO;)
     fd = open("/dev/null", O_RDWR); /* so that no file of ours becomes a standard stream */
@@ -89,8 +89,7 @@ int main(int argc, char **argv) {
       return CIR_USAGE;
     }
     if (chdir(options.directory) != 0)
-      return cir_fail("cannot enter the attempt directory %s: %s", options.directory,
-                      strerror(errno));
+      return cir_fail("cannot enter the attempt directory %s: %m", options.directory);
     return commands[i].function(&options);
   }
   fputs(usage, stderr);

@@ -57,7 +57,7 @@ void cir_watch(cir_guard *guard, cir_target *target) {
   int *pidfd = &guard->pidfds[target - guard->state->targets];
   bool fresh = *pidfd < 0;
   cir_proc proc;
-  if (target->ended || (fresh && pidfd - guard->pidfds >= CIR_TARGETS / 2))
+  if (target->ended_at || (fresh && pidfd - guard->pidfds >= CIR_TARGETS / 2))
     return;
   if (fresh)
     *pidfd = (int)syscall(SYS_pidfd_open, target->pid, 0);
@@ -82,20 +82,20 @@ static void note(cir_guard *guard, cir_target *target, cir_source source, int st
   }
   if (target->ended_at == 0)
     target->ended_at = cir_wall();
-  target->ended = true;
 }
 
 /* Find out which targets have ended without being our children, and how. */
 void cir_settle(cir_guard *guard) {
   for (uint32_t i = 0; i < guard->state->count; i++) {
     cir_target *target = &guard->state->targets[i];
-    struct pollfd gone = {guard->pidfds[i], POLLIN, 0};
     cir_proc proc;
     int status = -1;
-    if (target->ended && (target->source != CIR_UNKNOWN || gone.fd < 0))
+    cir_watch(guard, target); /* after a takeover nothing is held yet */
+    struct pollfd gone = {guard->pidfds[i], POLLIN, 0};
+    if (target->ended_at && (target->source != CIR_UNKNOWN || gone.fd < 0))
       continue;
     bool there = cir_proc_read(target->pid, &proc, &status) && proc.start == target->start;
-    if ((gone.fd >= 0 ? poll(&gone, 1, 0) <= 0 : there && cir_alive(&proc)) ||
+    if ((gone.fd >= 0 ? poll(&gone, 1, 0) <= 0 : there && proc.alive) ||
         (there && proc.parent == getpid()))
       continue; /* alive, or waiting will tell */
     /* Where nobody has waited for it, a zombie's field 52 tells; it reads 0 where we may not see

@@ -7,9 +7,7 @@
 #include "guard.h"
 #include <sys/wait.h>
 
-static const char *truth(bool value) {
-  return value ? "true" : "false";
-}
+#define TRUTH(value) ((value) ? "true" : "false")
 
 /* A wall clock time as JSON: seconds since 1970, or null. */
 static void add_time(cir_text *text, const char *name, int64_t at) {
@@ -30,14 +28,24 @@ static void add_process(cir_text *text, const cir_target *target, cir_source sou
   static const char *const sources[] = {"unknown", "wait", "pidfd", "ptrace"};
   cir_add(text, "{\"pid\":%d,\"exe\":", (int)target->pid);
   cir_add_string(text, target->exe);
-  if (source == CIR_UNKNOWN)
-    cir_add(text, ",\"code\":null,\"signal\":null");
-  else if (WIFSIGNALED(target->status))
-    cir_add(text, ",\"code\":null,\"signal\":%d", WTERMSIG(target->status));
-  else
-    cir_add(text, ",\"code\":%d,\"signal\":null", WEXITSTATUS(target->status));
-  cir_add(text, ",\"source\":\"%s\"", sources[source]);
+  char code[12] = "null", number[12] = "null";
+  if (source != CIR_UNKNOWN && WIFSIGNALED(target->status))
+    snprintf(number, sizeof number, "%d", WTERMSIG(target->status));
+  else if (source != CIR_UNKNOWN)
+    snprintf(code, sizeof code, "%d", WEXITSTATUS(target->status));
+  cir_add(text, ",\"code\":%s,\"signal\":%s,\"source\":\"%s\"", code, number, sources[source]);
   add_time(text, "ended_at", target->ended_at);
+}
+
+/* Whether a signal arrived, and the closing brace of its process. */
+void cir_add_delivery(cir_text *text, int delivery) {
+  cir_add(text, ",\"delivery\":\"%s%s\"}",
+          delivery == 0  ? "delivered"
+          : delivery < 0 ? "uncertain: the guard was killed while it sent the signal"
+                         : "not delivered: ",
+          delivery == EPERM ? "EPERM"
+          : delivery > 0    ? strerror(delivery)
+                            : "");
 }
 
 /* Everybody who was sent a TERM, the first wave first, as far as there is room. */
@@ -54,16 +62,9 @@ static void add_targets(const cir_state *state, cir_text *text) {
         continue;
       cir_add(text, "%s", comma);
       add_process(text, target, source_of(state, target));
-      cir_add(text, ",\"signalled\":%s,\"wave\":%d", truth(target->delivery == 0), wave);
+      cir_add(text, ",\"signalled\":%s,\"wave\":%d", TRUTH(target->delivery == 0), wave);
       add_time(text, "signalled_at", target->signalled_at);
-      cir_add(text, ",\"delivery\":\"%s%s\"}",
-              target->delivery == 0  ? "delivered"
-              : target->delivery < 0 ? "uncertain: the guard was killed while it sent the signal"
-                                     : "not delivered: ",
-              target->delivery == EPERM   ? "EPERM"
-              : target->delivery == ESRCH ? "ESRCH"
-              : target->delivery > 0      ? strerror(target->delivery)
-                                          : "");
+      cir_add_delivery(text, target->delivery);
       comma = ",";
     }
   cir_add(text, "],\"targets_omitted\":%u", omitted);
@@ -106,13 +107,14 @@ void cir_describe(const cir_state *state, cir_text *text) {
     add_process(text, &state->targets[0], state->targets[0].source);
     cir_add(text, "}");
   }
-  cir_add(text, ",\"stopped\":%s,\"reason\":", truth(state->stop_at != 0));
+  cir_add(text, ",\"stopped\":%s,\"reason\":", TRUTH(state->stop_at != 0));
   cir_add_string(text, state->reason);
   add_time(text, "stopped_at", state->stop_at);
-  cir_add(text, ",\"killed\":%u,\"log_bytes\":%lld,\"dropped_bytes\":%llu", state->killed,
-          (long long)state->log_size, (unsigned long long)state->dropped);
+  cir_add(text, ",\"killed\":%u,\"log_bytes\":%lld,\"log_first\":%lld,\"dropped_bytes\":%llu",
+          state->killed, (long long)state->log_size, (long long)state->log_first,
+          (unsigned long long)state->dropped);
   cir_add(text, ",\"takeovers\":%u,\"adopted\":%s,\"outside_holders\":[", state->takeovers,
-          truth(state->adopted));
+          TRUTH(state->adopted));
   for (uint32_t i = 0; i < state->outside_count; i++)
     cir_add(text, "%s%d", i ? "," : "", (int)state->outside[i]);
   cir_add(text, "],\"error\":");
@@ -137,7 +139,7 @@ int cir_record_write(const cir_state *state) {
 void cir_announce(cir_state *state) {
   char data[400];
   cir_text text = {data, sizeof data, 0};
-  if (state->announced || state->count == 0 || !state->targets[0].ended)
+  if (state->announced || state->count == 0 || !state->targets[0].ended_at)
     return;
   state->announced = true;
   add_process(&text, &state->targets[0], state->targets[0].source);

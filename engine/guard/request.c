@@ -81,7 +81,7 @@ static int stop_staged(const cir_options *options) {
   cir_boot_id(options, state.boot_id, sizeof state.boot_id);
   if (mkdir("started", 0700) == 0 && cir_record_write(&state) == 0)
     return CIR_OK;
-  return cir_fail("cannot mark %s as stopped: %s", options->directory, strerror(errno));
+  return cir_fail("cannot mark %s as stopped: %m", options->directory);
 }
 
 /* `stop DIR`: ask, wait until the attempt has ended, print the record. */
@@ -115,30 +115,28 @@ int cir_stop(const cir_options *options) {
 /* `signal DIR NAME`: to those a stop would be for. The name is one with or without SIG, or a
  * number. */
 int cir_ask_signal(const cir_options *options) {
+  /* Seven characters each, from signal 1 on. */
   static const char names[] =
-      "HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT "
-      "STOP TSTP TTIN TTOU URG XCPU XFSZ VTALRM PROF WINCH IO PWR SYS ";
+      " HUP    INT    QUIT   ILL    TRAP   ABRT   BUS    FPE    KILL   USR1   SEGV   USR2  "
+      " PIPE   ALRM   TERM   STKFLT CHLD   CONT   STOP   TSTP   TTIN   TTOU   URG    XCPU  "
+      " XFSZ   VTALRM PROF   WINCH  IO     PWR    SYS    ";
   static char data[2 * CIR_RECORD_SIZE];
   cir_text text = {data, sizeof data, 0};
-  const char *word = options->word + (strncasecmp(options->word, "SIG", 3) == 0 ? 3 : 0),
-             *at = names;
-  size_t length = strlen(word);
-  char *end;
-  long wanted = strtol(word, &end, 10);
-  int number = 1;
-  for (; *at && !(strncasecmp(at, word, length) == 0 && at[length] == ' ') &&
-         (wanted != number || *end != '\0');
-       number++)
-    at += strcspn(at, " ") + 1;
-  if (!*at || length == 0 || number == SIGTERM) {
-    cir_fail(*at && length > 0 ? "signal: TERM asks to stop and is sent once: use `stop`"
-                               : "signal: what is \"%s\"?",
-             options->word);
+  const char *word = options->word + (strncasecmp(options->word, "SIG", 3) == 0 ? 3 : 0);
+  char name[16], *end = "";
+  snprintf(name, sizeof name, " %.8s ", word);
+  const char *at = strcasestr(names, name);
+  long number = at ? (at - names) / 7 + 1 : strtol(word, &end, 10);
+  if (!*word || *end || number < 1 || number > SIGSYS || number == SIGTERM) {
+    cir_fail(
+        "signal: cannot send \"%s\": it takes a name or a number; TERM, which is sent once, is "
+        "`stop`",
+        options->word);
     return CIR_USAGE;
   }
   cir_state *state = running();
   if (!state)
     return cir_fail("%s: not running", options->directory);
-  cir_signal(state, number, &text);
+  cir_signal(state, (int)number, &text);
   return print(data, CIR_OK);
 }

@@ -27,12 +27,12 @@ static int prepare(const char *directory, staged *start) {
   const char *shell = getenv("SHELL"), *home = getenv("HOME");
   start->command = cir_read("command", &size);
   if (!start->command)
-    return cir_fail("cannot read %s/command: %s; stage it first", directory, strerror(errno));
+    return cir_fail("cannot read %s/command: %m; stage it first", directory);
   if (strlen(start->command) != size)
     return cir_fail("%s/command holds a NUL byte: it must be text", directory);
   start->environment = cir_read("environment", &start->environment_size);
   if (!start->environment && errno != ENOENT)
-    return cir_fail("cannot read %s/environment: %s", directory, strerror(errno));
+    return cir_fail("cannot read %s/environment: %m", directory);
   const char *variable = start->environment;
   for (; variable && variable < start->environment + start->environment_size;
        variable += strlen(variable) + 1)
@@ -40,22 +40,26 @@ static int prepare(const char *directory, staged *start) {
       return cir_fail("%s/environment: the entry at byte %td is not VARIABLE=VALUE and a NUL byte",
                       directory, variable - start->environment);
   start->shell = cir_first_line("shell");
-  if (!start->shell)
+  if (!start->shell || !*start->shell)
     start->shell = strdup(shell && shell[0] == '/' ? shell : "/bin/sh");
   if (access(start->shell, X_OK) != 0)
-    return cir_fail("cannot run the shell %s: %s; name another in %s/shell", start->shell,
-                    strerror(errno), directory);
+    return cir_fail("cannot run the shell %s: %m; name another in %s/shell", start->shell,
+                    directory);
   char *cwd = cir_first_line("cwd"); /* a relative one is below the home directory, as ssh has it */
   int below = open(home ? home : "/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  start->cwd = openat(below, cwd ? cwd : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  start->cwd = openat(below, cwd && *cwd ? cwd : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (start->cwd < 0)
-    cir_fail("cannot enter the working directory %s: %s", cwd ? cwd : home, strerror(errno));
+    cir_fail("cannot enter the working directory %s: %m", cwd ? cwd : home);
   free(cwd);
   return start->cwd < 0 ? CIR_FAILED : CIR_OK;
 }
 
 /* Make the attempt ours. 1: it is; 0: it was started before; -1: neither, and why was said. */
-static int claim(const char *directory, int *lock) {
+static int claim(const char *directory, staged *start, int *lock) {
+  if (access("started", F_OK) == 0)
+    return 0;
+  if (prepare(directory, start) != CIR_OK)
+    return -1;
   *lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   for (int tries = 400; flock(*lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries--) {
     if (access("started", F_OK) == 0)
@@ -68,7 +72,7 @@ static int claim(const char *directory, int *lock) {
     return 1;
   if (errno == EEXIST)
     return 0;
-  return -cir_fail("cannot make %s/started: %s; nothing was started", directory, strerror(errno));
+  return -cir_fail("cannot make %s/started: %m; nothing was started", directory);
 }
 
 /* Map the shared state, a new one or the one that is there. NULL with errno; EPROTO: another build
@@ -98,8 +102,12 @@ static int set_up(cir_guard *guard, const cir_options *options, bool fresh) {
   int record = guard->state ? cir_reserve("exit.new", CIR_RECORD_SIZE) : -1;
   if (record < 0 || cir_log_open(guard) != 0 || (mkfifo("wake", 0600) != 0 && errno != EEXIST) ||
       (guard->wake = open("wake", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0)
-    return cir_fail("cannot set up the guard in %s: %s; nothing was started", options->directory,
-                    strerror(errno));
+    return cir_fail("cannot set up the guard in %s: %m; nothing was started", options->directory);
+  if (fresh) {
+    guard->state->options = *options;
+    cir_boot_id(options, guard->state->boot_id, sizeof guard->state->boot_id);
+    cir_clear_lock(guard->state);
+  }
   close(record);
   return CIR_OK;
 }
@@ -122,7 +130,6 @@ static void detach(cir_guard *guard) {
  */
 static void become_command(cir_state *state, const staged *start, int go, int output) {
   char byte;
-  const char *name = strrchr(start->shell, '/');
   sigset_t none;
   if (read(go, &byte, 1) != 1)
     _exit(127); /* the guard is gone, and has not noted this process: nothing may run */
@@ -138,9 +145,8 @@ static void become_command(cir_state *state, const staged *start, int go, int ou
   dup2(output, STDOUT_FILENO);
   dup2(output, STDERR_FILENO);
   if (fchdir(start->cwd) == 0)
-    execl(start->shell, name ? name + 1 : start->shell, "-c", start->command, (char *)NULL);
-  snprintf(state->error, sizeof state->error, "cannot run %.99s: %s", start->shell,
-           strerror(errno));
+    execl(start->shell, basename(start->shell), "-c", start->command, (char *)NULL);
+  snprintf(state->error, sizeof state->error, "cannot run %.99s: %m", start->shell);
   _exit(127);
 }
 
@@ -158,12 +164,11 @@ static void start_leader(cir_guard *guard, const staged *start) {
   bool noted = false;
   if (leader > 0) {
     char line[200];
+    cir_text text = {line, sizeof line, 0};
     close(go[1]);
     cir_proc_read(leader, &proc, NULL);
     cir_target_add(guard, &proc);
-    int length = snprintf(line, sizeof line, "%d %llu %s\n", (int)leader,
-                          (unsigned long long)proc.start, state->boot_id);
-    const cir_text text = {line, sizeof line, (size_t)length};
+    cir_add(&text, "%d %llu %s\n", (int)leader, (unsigned long long)proc.start, state->boot_id);
     noted = cir_replace("pid.new", "pid", &text) == 0;
     if (noted) {
       state->started_at = cir_wall();
@@ -178,7 +183,7 @@ static void start_leader(cir_guard *guard, const staged *start) {
     close(output);
   }
   if (!noted)
-    snprintf(state->error, sizeof state->error, "cannot start the command: %s", strerror(errno));
+    snprintf(state->error, sizeof state->error, "cannot start the command: %m");
   if (state->error[0]) {
     state->count = 0; /* what ends now is not the command */
     unlink("pid");
@@ -186,14 +191,15 @@ static void start_leader(cir_guard *guard, const staged *start) {
 }
 
 /* Fork a guard, to start what is staged or, without, to watch what is there, and wait until it
- * does. Sets *forked. */
-static int begin(cir_guard *guard, staged *start, const char *directory, bool *forked) {
+ * does. */
+static int begin(cir_guard *guard, staged *start, const char *directory) {
   cir_state *state = guard->state;
   state->begun = false;
   pid_t outer = fork();
+  if (outer < 0 && start)
+    rmdir("started");
   if (outer < 0)
-    return cir_fail("cannot start a process: %s; nothing was started", strerror(errno));
-  *forked = true;
+    return cir_fail("cannot start a process: %m; nothing was started");
   if (outer > 0) {
     close(guard->lock); /* it is the guard's */
     for (int tries = 30000; !__atomic_load_n(&state->begun, __ATOMIC_ACQUIRE); tries--) {
@@ -213,7 +219,6 @@ static int begin(cir_guard *guard, staged *start, const char *directory, bool *f
       exit(cir_outer_loop(guard, inner));
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
   }
-  state->guard = getpid();
   guard->exit_info = cir_has_exit_info();
   if (start)
     start_leader(guard, start);
@@ -226,31 +231,20 @@ static int begin(cir_guard *guard, staged *start, const char *directory, bool *f
 int cir_run(const cir_options *options) {
   static cir_guard guard;
   static staged start;
-  bool started = access("started", F_OK) == 0;
-  if (!started && prepare(options->directory, &start) != CIR_OK)
-    return CIR_FAILED;
-  int claimed = started ? 0 : claim(options->directory, &guard.lock);
-  if (claimed < 0)
-    return CIR_FAILED;
-  bool forked = false, good = claimed == 0 || set_up(&guard, options, true) == CIR_OK;
-  if (claimed > 0 && good) {
-    guard.state->options = *options;
-    cir_boot_id(options, guard.state->boot_id, sizeof guard.state->boot_id);
-    cir_clear_lock(guard.state);
-    good = begin(&guard, &start, options->directory, &forked) == CIR_OK;
-  }
-  if (!good && !forked)
+  int claimed = claim(options->directory, &start, &guard.lock);
+  bool good = claimed == 0 || (claimed > 0 && set_up(&guard, options, true) == CIR_OK);
+  if (claimed > 0 && !good)
     rmdir("started"); /* it can be started when there is room again */
-  if (good)
-    cir_status(options);
-  return good ? CIR_OK : CIR_FAILED;
+  if (!good || (claimed > 0 && begin(&guard, &start, options->directory) != CIR_OK))
+    return CIR_FAILED;
+  cir_status(options);
+  return CIR_OK;
 }
 
 /* `adopt DIR`: guard what is left of an attempt whose guards were killed. Quiet, and CIR_OK where
  * there is nothing to do. */
 int cir_adopt(const cir_options *options) {
   static cir_guard guard;
-  bool forked;
   guard.lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 ||
       flock(guard.lock, LOCK_EX | LOCK_NB) != 0)
@@ -268,5 +262,5 @@ int cir_adopt(const cir_options *options) {
   if (set_up(&guard, options, false) != CIR_OK)
     return CIR_FAILED;
   guard.state->adopted = true;
-  return begin(&guard, NULL, options->directory, &forked);
+  return begin(&guard, NULL, options->directory);
 }

@@ -14,8 +14,7 @@
  * dead leave it behind. */
 void cir_clear_lock(const cir_state *state) {
   static cir_tree tree;
-  int lock =
-      state->options.lock[0] ? open(state->options.lock, O_RDWR | O_NOFOLLOW | O_CLOEXEC) : -1;
+  int lock = open(state->options.lock, O_RDWR | O_NOFOLLOW | O_CLOEXEC);
   if (lock < 0)
     return;
   bool held = flock(lock, LOCK_EX | LOCK_NB) != 0;
@@ -40,10 +39,9 @@ static int finish(cir_guard *guard) {
       return CIR_FAILED; /* the state file still says everything to the next guard */
     cir_nap(1000);
   }
-  unlink("alive");
-  unlink("wake");
-  unlink("output");
-  unlink("state");
+  static const char *const mine[] = {"alive", "wake", "output", "state"};
+  for (size_t i = 0; i < sizeof mine / sizeof *mine; i++)
+    unlink(mine[i]);
   return CIR_OK;
 }
 

@@ -14,26 +14,27 @@
  * watch and find do the same. Wrappers run one command and end with it; some pass signals on.
  * Filters, and helpers like sleep and yes, serve another program: they never get a first signal.
  */
-static const char shells[] =
-    " sh ash bash dash rbash zsh ksh ksh93 mksh fish tcsh csh yash xargs watch find ";
-static const char wrappers[] = " sudo su doas runuser setpriv timeout nohup env stdbuf setsid tini "
-                               "tini-static dumb-init catatonit nice ionice "
-                               "chrt taskset numactl chroot unshare nsenter script time strace "
-                               "ltrace flock prlimit setarch linux64 systemd-cat "
-                               "systemd-inhibit bwrap runcon sg newgrp dbus-run-session expect ";
-static const char filters[] =
-    " tee cat grep egrep fgrep rg sed awk gawk mawk original-awk ts tr cut head tail sort uniq nl "
-    "pv wc paste rev tac "
-    "column fold fmt jq less more logger multilog svlogd s6-log rotatelogs cronolog split gzip "
-    "pigz xz bzip2 zstd lz4 "
-    "base64 od xxd hexdump iconv mbuffer sponge sleep yes echo printf seq true false date ";
-static const char multicalls[] =
-    " busybox coreutils toybox "; /* one executable: comm says which program */
+static const char *const names[] = {
+    [CIR_SHELL] = " sh ash bash dash rbash zsh ksh ksh93 mksh fish tcsh csh yash xargs watch find ",
+    [CIR_WRAPPER] = " sudo su doas runuser setpriv timeout nohup env stdbuf setsid tini "
+                    "tini-static dumb-init catatonit nice ionice "
+                    "chrt taskset numactl chroot unshare nsenter script time strace "
+                    "ltrace flock prlimit setarch linux64 systemd-cat "
+                    "systemd-inhibit bwrap runcon sg newgrp dbus-run-session expect ",
+    [CIR_FILTER] =
+        " tee cat grep egrep fgrep rg sed awk gawk mawk original-awk ts tr cut head tail sort uniq "
+        "nl "
+        "pv wc paste rev tac "
+        "column fold fmt jq less more logger multilog svlogd s6-log rotatelogs cronolog split gzip "
+        "pigz xz bzip2 zstd lz4 "
+        "base64 od xxd hexdump iconv mbuffer sponge sleep yes echo printf seq true false date "};
+/* One executable: comm says which program. */
+static const char multicalls[] = " busybox coreutils toybox ";
 
-static bool listed(const char *names, const char *name) {
+static bool listed(const char *list, const char *name) {
   char word[40];
   snprintf(word, sizeof word, " %s ", name);
-  return strstr(names, word) != NULL;
+  return strstr(list, word) != NULL;
 }
 
 /* A file of /proc/PID; the caller frees it. */
@@ -62,10 +63,8 @@ static void classify(cir_proc *proc) {
   const char *name = strrchr(path, '/');
   if (name && name[1] && !listed(multicalls, name + 1))
     snprintf(proc->exe, sizeof proc->exe, "%.33s", name + 1);
-  proc->kind = listed(shells, proc->exe)     ? CIR_SHELL
-               : listed(wrappers, proc->exe) ? CIR_WRAPPER
-               : listed(filters, proc->exe)  ? CIR_FILTER
-                                             : CIR_PROGRAM;
+  while (proc->kind < CIR_PROGRAM && !listed(names[proc->kind], proc->exe))
+    proc->kind++;
 }
 
 /* Fill proc from /proc/PID/stat; exit_status, when given, gets a zombie's status, or -1. */
@@ -76,7 +75,7 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
   *proc = (cir_proc){.pid = pid, .up = -1};
   if (good) {
     *end = '\0';
-    proc->state = end[2];
+    proc->alive = end[2] != 'Z' && end[2] != 'X';
     snprintf(proc->exe, sizeof proc->exe, "%.33s", comm + 1);
     char *at = end + 3;
     for (int field = 4; field <= 52 && *at; field++) {
@@ -86,23 +85,18 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
       else if (field == 22)
         proc->start = value;
       else if (field == 52 && exit_status)
-        *exit_status = cir_alive(proc) ? -1 : (int)value;
+        *exit_status = proc->alive ? -1 : (int)value;
     }
   }
   free(stat);
   return good;
 }
 
-/* Whether something of the process can still run. */
-bool cir_alive(const cir_proc *proc) {
-  return proc->state != 'Z' && proc->state != 'X';
-}
-
 /* VARIABLE=DIR: what every process of the attempt has in its environment. */
 char *cir_marker(void) {
   static char marker[4200], directory[4096];
   if (!marker[0] && getcwd(directory, sizeof directory))
-    snprintf(marker, sizeof marker, "%s=%s", CIR_VARIABLE, directory);
+    snprintf(marker, sizeof marker, "CIRANDA_ATTEMPT_DIR=%s", directory);
   return marker;
 }
 
@@ -150,10 +144,7 @@ size_t cir_tree_scan(cir_tree *tree, const cir_state *state) {
   for (struct dirent *entry; (entry = readdir(directory));) {
     if (!isdigit((unsigned char)entry->d_name[0]))
       continue;
-    if (tree->count == tree->size) {
-      tree->size = tree->size ? tree->size * 2 : 256;
-      tree->list = cir_memory(tree->list, tree->size * sizeof *tree->list);
-    }
+    tree->list = cir_room(tree->list, tree->count, &tree->size, sizeof *tree->list);
     tree->count += cir_proc_read((pid_t)atol(entry->d_name), &tree->list[tree->count], NULL);
   }
   closedir(directory);
@@ -168,7 +159,7 @@ size_t cir_tree_scan(cir_tree *tree, const cir_state *state) {
     if (!belongs(tree, i, state))
       continue;
     classify(proc);
-    proc->ours = cir_alive(proc);
+    proc->ours = proc->alive;
     alive += proc->ours;
     if (proc->up >= 0 && proc->ours)
       tree->list[proc->up].has_child = true;
@@ -209,10 +200,8 @@ void cir_tree_descriptors(cir_tree *tree, const char *prefixes) {
         proc->stdin_pipe = pipe;
       else if (fstatat(dirfd(directory), entry->d_name, &how, AT_SYMLINK_NOFOLLOW) == 0 &&
                (how.st_mode & S_IWUSR)) {
-        if (tree->pipe_count == tree->pipe_size) {
-          tree->pipe_size = tree->pipe_size ? tree->pipe_size * 2 : 64;
-          tree->pipes = cir_memory(tree->pipes, tree->pipe_size * sizeof *tree->pipes);
-        }
+        tree->pipes =
+            cir_room(tree->pipes, tree->pipe_count, &tree->pipe_size, sizeof *tree->pipes);
         tree->pipes[tree->pipe_count].pipe = pipe;
         tree->pipes[tree->pipe_count++].writer = i;
       }
