@@ -66,6 +66,7 @@ one() {
   status=0
   "$@" >"$scratch/output" 2>&1 || status=$?
   cat "$scratch/output"
+  grep -E '^SKIP: ' "$scratch/output" | sed "s|^|$title: |" >>"$scratch/skips"
   reason=$(tail -n 1 "$scratch/output" | sed -n 's/^{.*"skipped": *"\([^"]*\)".*}$/\1/p')
   if [ "$status" -ne 0 ]; then
     tail -n 40 "$scratch/output" >"$scratch/blocks"

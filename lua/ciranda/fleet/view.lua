@@ -123,7 +123,13 @@ end
 ---@private
 function View:queue(member, text)
   -- A progress bar redraws its line after a carriage return: its last state is what counts.
-  text = text:gsub("\r+$", ""):match("[^\r]*$")
+  -- Looked for from the end, so that a long line costs no more than its length.
+  local last = #text
+  while text:byte(last) == 13 do
+    last = last - 1
+  end
+  text = text:sub(1, last)
+  text = text:match("^.*\r(.*)") or text
   self.sequence = self.sequence + 1
   member.last = member.last + 1
   member.lines[member.last] = { text = text, sequence = self.sequence, at = self.clock() }

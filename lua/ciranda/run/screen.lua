@@ -26,17 +26,15 @@ Screen.__index = Screen
 ---@param descriptor integer 1 or 2
 ---@return ciranda.run.Screen to be closed
 function M.new(descriptor)
-  local screen = setmetatable(
-    {
-      output = output.new(descriptor),
-      ready = {},
-      waiting = 0,
-      fed = 0,
-      room = task.event(),
-      ending = task.event(),
-    },
-    Screen
-  )
+  local screen = setmetatable({
+    output = output.new(descriptor),
+    ready = {},
+    waiting = 0,
+    fed = 0,
+    room = task.event(),
+    pressure = task.event(),
+    ending = task.event(),
+  }, Screen)
   screen.view = view.new({
     write = function(text)
       table.insert(screen.ready, text)
@@ -73,6 +71,7 @@ function Screen:feed(worker, bytes)
       task.yield()
     end
     while self.waiting > LIMIT do
+      self.pressure:set()
       self.room:wait()
     end
   end
@@ -116,7 +115,11 @@ function Screen:start(scope)
         function()
           self.ending:wait()
         end,
+        function()
+          self.pressure:wait()
+        end,
       })
+      self.pressure = task.event()
       self.view:flush()
       self.fed = 0
       self:write_ready()

@@ -1,11 +1,9 @@
 -- The cases of tests/e2e/ssh.sh. The argument is the directory of the scripted server.
-local errors = require("ciranda.io.error")
+local cases = dofile("tests/e2e/ssh/cases.lua")
 local fs = require("ciranda.io.fs")
-local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local server_directory = arg[1]
 local scratch = fs.tempdir("ciranda-ssh-faults")
@@ -67,32 +65,10 @@ end
 
 -- Cases -----------------------------------------------------------------------------------------------------------
 
-local passed, failures = 0, {}
+local case = cases.case
 
-local function case(name, fn)
-  local began = uv.hrtime()
-  local ok, err = pcall(task.timeout, 30, fn)
-  local took = (uv.hrtime() - began) / 1e9
-  if ok then
-    passed = passed + 1
-    print(("ok    %-60s %.2f s"):format(name, took))
-  else
-    failures[#failures + 1] = name
-    print(("FAIL  %-60s %.2f s\n      %s"):format(name, took, errors.text(err)))
-  end
-end
-
---- The call fails with one of these codes, names the host, and takes about this long at most.
-local function fails(codes, phase, seconds, fn, ...)
-  local began = uv.hrtime()
-  local ok, err = pcall(fn, ...)
-  local took = (uv.hrtime() - began) / 1e9
-  assert(not ok, "it should have failed")
-  assert(errors.is(err, table.unpack(codes)), ("code %s: %s"):format(tostring(err.code), errors.text(err)))
-  assert(not phase or err.phase == phase, ("phase %s: %s"):format(tostring(err.phase), errors.text(err)))
-  assert(tostring(err):find(address, 1, true), "the host is not named: " .. tostring(err))
-  assert(took < seconds, ("it took %.1f s"):format(took))
-  return err
+local function fails(...)
+  return cases.fails(address, ...)
 end
 
 case("control: a command's output and status", function()
@@ -243,6 +219,38 @@ case("an end in the middle of the key exchange", function()
   fails({ "closed", "reset", "protocol" }, "kex", 2, ssh.connect, options("plain", { port = port + 3 }))
 end)
 
+case("a reset before the identification, each time it is tried", function()
+  fails({ "reset", "closed" }, "banner", 10, ssh.connect, options("plain", { port = port + 4 }))
+end)
+
+case("a reset while a channel is opened", function()
+  local connection <close> = ssh.connect(options("resetchannel"))
+  fails({ "reset", "closed" }, nil, 2, connection.exec, connection, "x")
+  assert(not connection:is_open())
+end)
+
+case("a reset in the middle of output", function()
+  local connection <close> = ssh.connect(options("resetoutput"))
+  local got = 0
+  fails({ "reset", "closed" }, nil, 2, connection.exec, connection, "x", {
+    on_stdout = function(bytes)
+      got = got + #bytes
+    end,
+  })
+  assert(got > 0, "nothing came before it")
+end)
+
+case("a reset in the middle of input", function()
+  local connection <close> = ssh.connect(options("resetinput"))
+  fails({ "reset", "closed" }, nil, 5, connection.exec, connection, "x", { stdin = ("i"):rep(8000000) })
+end)
+
+case("control: as much input without one", function()
+  local connection <close> = ssh.connect(options("plain"))
+  local result = connection:exec("cat", { stdin = ("i"):rep(8000000) })
+  assert(result.code == 0 and #result.stdout == 8000000)
+end)
+
 case("descriptors that run out", function()
   local script = scratch .. "/many.lua"
   fs.write(
@@ -295,5 +303,4 @@ end)
 
 node:close()
 fs.remove_tree(scratch)
-print(json.encode({ e2e = "ssh", passed = passed, failed = #failures }))
-os.exit(#failures == 0 and 0 or 1)
+cases.finish("faults")
