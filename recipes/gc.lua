@@ -45,7 +45,7 @@ local function judge(objects, connection_of, all)
     object.state = state
     if state == "gone" or state == "not ours" then
       object.verdict = "forget"
-    elseif object.used == "runner" then
+    elseif object.used == "runner" or state == "not yet" then
       object.verdict = "keep"
     elseif DEAD[state] or object.used == "nobody" or all then
       object.verdict = "delete"

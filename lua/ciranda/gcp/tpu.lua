@@ -81,10 +81,15 @@ end
 ---@param zone string
 ---@return ciranda.gcp.Tpu
 function Tpu:in_zone(zone)
-  return setmetatable(
-    { project = self.project, zone = zone, client = self.client, endpoint = self.endpoint },
-    Tpu
-  )
+  return self:elsewhere(self.project, zone)
+end
+
+--- The same connection for another project and zone.
+---@param project string
+---@param zone string
+---@return ciranda.gcp.Tpu
+function Tpu:elsewhere(project, zone)
+  return setmetatable({ project = project, zone = zone, client = self.client, endpoint = self.endpoint }, Tpu)
 end
 
 --- The last segment of a resource's name.

@@ -197,6 +197,7 @@ end
 ---@field request_id string? that makes repeating the create harmless
 ---@field phase "intent"|"created"|"failed"|"deleting"|"gone"
 ---@field keep string? why it outlives its runner ("job": the job on it goes on)
+---@field us integer? when its last fact was written
 
 ---@class ciranda.journal.State the fold of a journal
 ---@field run string
@@ -243,7 +244,7 @@ function FOLD.object(state, fact)
     state.objects[key] = known
   end
   for name, value in pairs(fact) do
-    if name ~= "fact" and name ~= "us" then
+    if name ~= "fact" then
       known[name] = value
     end
   end

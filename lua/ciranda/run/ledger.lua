@@ -7,6 +7,8 @@ local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
 local tpus = require("ciranda.gcp.tpu")
+local uv = require("luv")
+local waiting = require("ciranda.gcp.waiting")
 
 local M = {}
 
@@ -18,6 +20,46 @@ local NOT_MADE =
 ---@field run string
 ---@field used "runner"|"job"|"nobody" runner: the run's program is alive; job: what was started on it goes on without
 
+--- What an earlier program of this run may have made under a name: its request's id and whether it may be there still.
+-- Asking again with that id makes nothing twice, and a label that has it is known for ours; with a new id, what is
+-- there would be somebody else's, and forgotten.
+---@async
+---@param journal ciranda.Journal
+---@param tpu ciranda.gcp.Tpu
+---@param kind string
+---@param name string
+---@return string? request_id nil when there is nothing to be taken up
+-- Raises "precondition" when it is in another project or zone or being deleted, and what a call raises.
+local function earlier_request(journal, tpu, kind, name)
+  local known = journal:state().objects[kind .. " " .. name]
+  if not known or not known.request_id or known.phase == "failed" or known.phase == "gone" then
+    return nil
+  end
+  local there = tpu:elsewhere(known.project, known.zone)
+  local state = M.look(there, known)
+  if state == "gone" or state == "not ours" then
+    return nil
+  end
+  local problem
+  if known.project ~= tpu.project or known.zone ~= tpu.zone then
+    problem = ("is in %s of project %s: delete it there (ciranda gc), or take another name"):format(
+      known.zone,
+      known.project
+    )
+  elseif state == "DELETING" then
+    problem = "is being deleted: try again when it is gone"
+  end
+  if problem then
+    err.raise({
+      code = "precondition",
+      op = "ledger.create",
+      target = name,
+      message = ("%s, which run %s asked for before, %s"):format(name, journal.run, problem),
+    })
+  end
+  return known.request_id
+end
+
 --- Makes something: the intent is on the disk before the call.
 ---@param journal ciranda.Journal
 ---@param tpu ciranda.gcp.Tpu
@@ -27,12 +69,13 @@ local NOT_MADE =
 ---@param make fun(tpu: ciranda.gcp.Tpu, request: ciranda.gcp.Request, options: table): table
 ---@return table made
 local function create(journal, tpu, kind, request, keep, make)
+  local earlier = earlier_request(journal, tpu, kind, request.id)
   local object = {
     kind = kind,
     name = request.id,
     project = tpu.project,
     zone = tpu.zone,
-    request_id = crypto.uuid4(),
+    request_id = earlier or crypto.uuid4(),
     keep = keep,
     phase = "intent",
   }
@@ -42,20 +85,22 @@ local function create(journal, tpu, kind, request, keep, make)
     journal:intent("object", { kind = kind, name = object.name, phase = "created", version = made.version })
     return made
   end
-  if err.is(made, table.unpack(NOT_MADE)) then
+  -- That this call made nothing says nothing of the earlier one.
+  if not earlier and err.is(made, table.unpack(NOT_MADE)) then
     journal:append("object", { kind = kind, name = object.name, phase = "failed" })
   end
   error(made, 0)
 end
 
---- Asks for a queued resource: the intent is on the disk before the call.
+--- Asks for a queued resource: the intent is on the disk before the call. What an earlier program of this run asked for
+-- under that name is taken up.
 ---@async
 ---@param journal ciranda.Journal
 ---@param tpu ciranda.gcp.Tpu
 ---@param request ciranda.gcp.Request with `id`
 ---@param keep string? why it outlives this program
 ---@return ciranda.gcp.QueuedResource
--- Raises what `tpu:create` raises.
+-- Raises what `tpu:create` raises, and "precondition" when the run has it in another zone.
 function M.create(journal, tpu, request, keep)
   return create(journal, tpu, "queued_resource", request, keep, tpu.create)
 end
@@ -169,11 +214,21 @@ function M.is_ours(message, object)
     and labels[tpus.REQUEST_LABEL] == object.request_id
 end
 
+--- Is it so soon after the request that "not found" does not mean that there is nothing? The request of a program that
+-- was killed may still be on its way, and the API does not find at once what it has accepted.
+---@param object ciranda.journal.Object
+---@return boolean
+local function may_come(object)
+  return (object.phase == "intent" or object.phase == "created")
+    and object.us ~= nil
+    and uv.gettimeofday() - object.us / 1e6 < waiting.NOT_YET
+end
+
 --- What the cloud says of an object.
 ---@async
 ---@param tpu ciranda.gcp.Tpu for the object's project and zone
 ---@param object ciranda.ledger.Object
----@return string state its state's name, "gone", or "not ours"
+---@return string state its state's name, "gone", "not yet" (it may still come), or "not ours"
 function M.look(tpu, object)
   local ok, message = pcall(function()
     if object.kind == "node" then
@@ -183,7 +238,7 @@ function M.look(tpu, object)
   end)
   if not ok then
     if err.is(message, "not_found") then
-      return "gone"
+      return may_come(object) and "not yet" or "gone"
     end
     error(message, 0)
   elseif not M.is_ours(message, object) then

@@ -140,12 +140,6 @@ describe("recipes on the simulated cloud", function()
 
   it("leaves alone what somebody else made under a name of ours", function()
     local journal = root .. "/state/ciranda/runs/q3/journal.jsonl"
-    fs.mkdir_p(fs.dirname(journal))
-    fs.write(
-      journal,
-      '{"fact":"object","kind":"queued_resource","name":"q3","phase":"intent","project":"simulated-project",'
-        .. '"request_id":"11111111-2222-3333-4444-555555555555","zone":"us-west4-a"}\n'
-    )
     local made = ciranda("qr", "create", "q3", "--accelerator-type=v5litepod-4", "--node-id=q3")
     assert.equal(0, made.code, made.err)
     fs.write(
@@ -219,6 +213,13 @@ describe("recipes on the simulated cloud", function()
         local name = ("alone/status_slice_%d_worker_0"):format(slice)
         assert.equal(0, json.decode(storage:download("bucket", name)).status)
       end
+      local journal = root .. "/state/ciranda/runs/alone/journal.jsonl"
+      assert.matches("not yet +a job +keep", ciranda("gc").out)
+      -- A minute later nothing of that name can come any more.
+      local aged = fs.read(journal):gsub('"us":(%d+)', function(us)
+        return ('"us":%d'):format(math.tointeger(us) - 60000000)
+      end)
+      fs.write(journal, aged)
       assert.matches("gone +a job +forget", ciranda("gc").out)
       assert.equal(0, ciranda("gc", "--DELETE=true").code)
       assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)

@@ -76,6 +76,100 @@ describe("run.ledger", function()
     assert.equal(3, #objects())
   end)
 
+  describe("asked again for what an earlier program asked for", function()
+    --- A cloud with one queued resource, or none; it notes the request ids of creates.
+    local function cloud(resource)
+      local tpu = { project = "p", zone = "z", ids = {} }
+      function tpu:elsewhere(_, zone)
+        return setmetatable({ zone = zone }, { __index = self })
+      end
+      function tpu.queued_resource()
+        return {
+          get = function()
+            return resource or errors.raise({ code = "not_found", message = "no" })
+          end,
+        }
+      end
+      function tpu:create(request, options)
+        table.insert(self.ids, options.request_id)
+        if self.outcome then
+          errors.raise({ code = self.outcome, message = "no" })
+        end
+        return { id = request.id, version = "v2" }
+      end
+      return tpu
+    end
+
+    local function resource_of(id, state)
+      local node = { labels = { ["ciranda-request"] = id } }
+      return { state = { state = state }, tpu = { nodeSpec = { { node = node } } } }
+    end
+
+    --- A journal that a killed program has left; `age` in seconds.
+    local function left_behind(phase, age)
+      local journal = journals.open("r1")
+      journal:close()
+      local file = assert(io.open(journals.path("r1"), "a"))
+      file:write(
+        ('{"fact":"object","kind":"queued_resource","name":"q","phase":"%s","project":"p","zone":"z",'):format(
+          phase
+        ),
+        ('"request_id":"first","us":%d}\n'):format((uv.gettimeofday() - age) * 1000000)
+      )
+      file:close()
+      return journals.open("r1")
+    end
+
+    it("asks with the same request id while that may be there", function()
+      local journal <close> = left_behind("intent", 5)
+      local tpu = cloud(nil)
+      ledger.create(journal, tpu, { id = "q" })
+      assert.same({ "first" }, tpu.ids)
+      tpu = cloud(resource_of("first", "ACTIVE"))
+      ledger.create(journal, tpu, { id = "q" })
+      assert.same({ "first" }, tpu.ids)
+    end)
+
+    it("asks anew when that is gone, or somebody else's", function()
+      local journal <close> = left_behind("created", 90)
+      for _, tpu in ipairs({ cloud(nil), cloud(resource_of("another", "ACTIVE")) }) do
+        ledger.create(journal, tpu, { id = "q" })
+        assert.equal(1, #tpu.ids)
+        assert.not_equal("first", tpu.ids[1])
+      end
+    end)
+
+    it("forgets it for no failure of the second time", function()
+      local journal <close> = left_behind("created", 90)
+      local tpu = cloud(resource_of("first", "ACTIVE"))
+      for _, code in ipairs({ "quota", "permission", "invalid", "exists", "usage" }) do
+        tpu.outcome = code
+        assert.is_false((pcall(ledger.create, journal, tpu, { id = "q" })))
+        assert.same({ "r1 q intent runner" }, objects())
+      end
+    end)
+
+    it("says so when it is in another zone or being deleted, and keeps it", function()
+      local journal <close> = left_behind("created", 90)
+      local tpu = cloud(resource_of("first", "ACTIVE"))
+      tpu.zone = "other"
+      local ok, problem = pcall(ledger.create, journal, tpu, { id = "q" })
+      assert.is_true(not ok and errors.is(problem, "precondition"))
+      assert.matches("q, which run r1 asked for before, is in z of project p", tostring(problem), 1, true)
+      ok, problem = pcall(ledger.create, journal, cloud(resource_of("first", "DELETING")), { id = "q" })
+      assert.is_true(not ok and errors.is(problem, "precondition"))
+      assert.matches("being deleted", tostring(problem), 1, true)
+      assert.same({ "r1 q created runner" }, objects())
+    end)
+
+    it("takes what is not found for lost after a minute only", function()
+      left_behind("intent", 5):close()
+      assert.equal("not yet", ledger.look(cloud(nil), ledger.objects()[1]))
+      left_behind("created", 90):close()
+      assert.equal("gone", ledger.look(cloud(nil), ledger.objects()[1]))
+    end)
+  end)
+
   it("knows who uses what: a runner, a job that goes on, nobody", function()
     local journal = journals.open("r1")
     ledger.create(journal, api(), { id = "kept" }, "job")
