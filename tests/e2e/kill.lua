@@ -4,9 +4,10 @@
 --- is JSON; `lost`, `doubled`, `run_twice`, `forgotten` and `unfinished` must all be 0.
 ---
 --- The control: the same walk with a journal that notes an intent after the call has to fail.
+local cloud = require("kill.cloud")
 local fs = require("ciranda.io.fs")
-local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
+local late_journal = require("kill.late_journal")
 local place_of = require("kill.place")
 local process = require("ciranda.io.process")
 local sim = require("ciranda.sim")
@@ -272,20 +273,8 @@ end
 
 --- The names of the queued resources that are there and that this walk asked for.
 function Walk:there()
-  local environment = self.environment
-  local token = fs.read(environment.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+")
-  local response = http.request({
-    url = ("%s/v2/projects/%s/locations/%s/queuedResources"):format(
-      self.simulator.url,
-      environment.CLOUDSDK_CORE_PROJECT,
-      environment.CLOUDSDK_COMPUTE_ZONE
-    ),
-    headers = { Authorization = "Bearer " .. token },
-    timeout = 20,
-  })
-  assert(response.status == 200, "the list of queued resources: HTTP " .. response.status)
   local names = {}
-  for _, resource in ipairs(json.decode(response.body).queuedResources or {}) do
+  for _, resource in ipairs(cloud.list(self.simulator, "queuedResources")) do
     local name = resource.name:match("[^/]+$")
     if name:find("^create%-") then
       names[#names + 1] = name
@@ -394,47 +383,9 @@ end
 
 -- The control -------------------------------------------------------------------------------------------------------
 
---- A tree of modules whose journal writes an intent when the next fact is written: after the call it speaks of.
-local function late_journal()
-  local tree = SCRATCH .. "/late"
-  fs.mkdir_p(tree)
-  process.run({ "cp", "-R", "lua", "recipes", tree, timeout = 60 }):check()
-  local path = tree .. "/lua/ciranda/run/journal.lua"
-  local text, append = fs.read(path):gsub(
-    "\nfunction Journal:append%(kind, fields%)\n",
-    [[
-
-function Journal:append(kind, fields)
-  local late = self.late
-  self.late = nil
-  if late then
-    self:append(late[1], late[2])
-  end
-]]
-  )
-  local intent
-  text, intent = text:gsub(
-    "\nfunction Journal:intent%(kind, fields%)\n",
-    [[
-
-function Journal:intent(kind, fields)
-  if kind ~= "runner" then
-    if self.late then
-      self:append(self.late[1], self.late[2])
-    end
-    self.late = { kind, fields }
-    return
-  end
-]]
-  )
-  assert(append == 1 and intent == 1, "the journal is not what the control changes")
-  fs.write(path, text)
-  return tree
-end
-
 --- The walk with that journal: a create killed when its request has gone, runners killed while the job runs.
 local function control(simulator)
-  local walk = new_walk(simulator, late_journal())
+  local walk = new_walk(simulator, late_journal.tree(SCRATCH))
   walk.number = 100000
   local found = walk:baseline("create")
   local name, argv = walk:fresh("create")
