@@ -8,7 +8,7 @@ local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local job = require("ciranda.run.job")
 local json = require("ciranda.io.json")
 local journals = require("ciranda.run.journal")
-local ledger = require("ciranda.run.ledger")
+local provisions = require("ciranda.run.provision")
 local task = require("ciranda.task")
 local topology = require("ciranda.mesh.topology")
 local uv = require("luv")
@@ -170,7 +170,16 @@ function M.run(context)
     slices = request.slices,
     delete = not flags.follow,
   })
-  local made = ledger.create(journal, tpu, request, "job")
+  local provision = provisions.start({
+    journal = journal,
+    tpu = tpu,
+    request = request,
+    keep = "job",
+    on_note = function(text)
+      progress:say("%s", text)
+    end,
+  })
+  local made = provision.queued_resource
   progress:say(
     "Queued resource %s was accepted: %d slices of %s",
     made.id,
@@ -186,6 +195,9 @@ function M.run(context)
       progress = progress,
       json = context.json,
       journal = journal,
+      again = function(reason)
+        return provision:again(reason) and provision.queued_resource or nil
+      end,
     })
     context.finish(result)
     return result.status

@@ -2,7 +2,6 @@
 local err = require("ciranda.io.error")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
-local ledger = require("ciranda.run.ledger")
 local queued_resources = require("ciranda.provider.queued_resource")
 local tables = require("ciranda.cli.table")
 
@@ -33,6 +32,18 @@ M.flags = {
   { name = "zone", help = "Zone (else gcloud's); of list: - is all zones." },
   { name = "async", type = "boolean", default = false, help = "Do not wait." },
   { name = "timeout", type = "duration", help = "Longest wait, such as 30m (24h)." },
+  {
+    name = "tries",
+    type = "integer",
+    default = 3,
+    help = "Of create: how often to ask in all, when it FAILED with some slices up.",
+  },
+  {
+    name = "pause",
+    type = "duration",
+    default = 300,
+    help = "Of create: the wait before it is asked again (5m).",
+  },
   { name = "force", type = "boolean", default = true, help = "Of delete: its nodes too." },
 }
 table.move(tables.flags, 1, #tables.flags, #M.flags + 1, M.flags)
@@ -114,10 +125,11 @@ function run.describe(context, tpu)
   tables.print_one(tpu:queued_resource(context.flags.NAME):get(), context.flags.format)
 end
 
---- Waits and says each new state.
-local function wait(context, qr, state)
+--- How a wait says each new state.
+---@return ciranda.gcp.WaitOptions
+local function wait_options(context, qr)
   local progress = context.progress
-  qr:wait(state, {
+  return {
     timeout = context.flags.timeout,
     on_change = function(now)
       progress:status(("%s is %s"):format(qr.id, now))
@@ -125,7 +137,11 @@ local function wait(context, qr, state)
     on_note = function(text)
       progress:say("%s", text)
     end,
-  })
+  }
+end
+
+local function wait(context, qr, state)
+  qr:wait(state, wait_options(context, qr))
 end
 
 function run.wait(context, tpu)
@@ -138,15 +154,23 @@ function run.create(context, tpu)
   local request = request_of(context)
   local journal <close> = journals.open(request.id, { recipe = context.name, arguments = context.args })
   -- What was made by hand outlives this command: gc keeps it unless it is dead.
-  local qr = ledger.create(journal, tpu, request, "made by hand")
-  context.progress:say("Queued resource %s was accepted", qr.id)
-  if not context.flags.async then
-    wait(context, qr, "ACTIVE")
-    context.progress:say(
-      "%s is ACTIVE, and its nodes are READY: %s",
-      qr.id,
-      table.concat(qr.nodes or {}, ", ")
-    )
+  local flags, progress = context.flags, context.progress
+  local provision = require("ciranda.run.provision").start({
+    journal = journal,
+    tpu = tpu,
+    request = request,
+    keep = "made by hand",
+    tries = flags.tries,
+    pause = flags.pause,
+    on_note = function(text)
+      progress:say("%s", text)
+    end,
+  })
+  local qr = provision.queued_resource
+  progress:say("Queued resource %s was accepted", qr.id)
+  if not flags.async then
+    provision:wait(wait_options(context, qr))
+    progress:say("%s is ACTIVE, and its nodes are READY: %s", qr.id, table.concat(qr.nodes or {}, ", "))
   end
 end
 

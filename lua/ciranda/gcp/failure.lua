@@ -74,6 +74,7 @@ local LONGEST = 2000
 ---@field metric string?   the quota's id, such as "TPUV6EPreemptiblePerProjectPerRegionForTPUAPI"
 ---@field limit number?
 ---@field where string?    region or zone
+---@field kind "queued-resource"|"TPU"|nil  what it counts
 
 --- A text that is safe to print: one line, no control characters, not endless.
 local function plain(text)
@@ -151,6 +152,14 @@ local HINTS = {
   auth = "log in again: gcloud auth application-default login",
 }
 
+--- What a quota counts: queued resources, or TPU chips and cores.
+local function quota_kind(quota)
+  local metric = (quota.metric or ""):lower():gsub("[^%l]", "")
+  return metric:find("queuedresource", 1, true) and "queued-resource"
+    or metric:find("tpu", 1, true) and "TPU"
+    or nil
+end
+
 --- The code for a named status and its message.
 local function classify(name, message, status)
   if message:find("no more capacity", 1, true) or message:find("Insufficient reserved capacity", 1, true) then
@@ -180,6 +189,10 @@ local function describe(fields, status, name)
   local retry = details_of(status, "RetryInfo")[1]
   fields.retry_after = retry and seconds(retry.retryDelay) or fields.retry_after
   local hint = HINTS[fields.code]
+  if quota then
+    quota.kind = quota_kind(quota)
+    hint = (quota.kind and ("this is the %s quota: "):format(quota.kind) or "") .. hint
+  end
   fields.message = ("%s%s%s"):format(
     fields.target and fields.target .. ": " or "",
     message,
@@ -209,7 +222,7 @@ function M.of_status(status, target)
   local fields = describe({ op = "gcp", target = target }, status, name)
   if name == "INTERNAL" then
     -- "an internal error has occurred": in practice how a spot request that finds no capacity ends.
-    fields.code = "stockout"
+    fields.code, fields.reason = "stockout", fields.reason or "internal"
     fields.message = fields.message .. " (code 13, which in practice means: no capacity now)"
   end
   return errors.new(fields)

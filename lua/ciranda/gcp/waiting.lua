@@ -8,6 +8,7 @@
 local checks = require("ciranda.gcp.request_checks")
 local errors = require("ciranda.io.error")
 local failure = require("ciranda.gcp.failure")
+local holdings = require("ciranda.gcp.holdings")
 local kinds = require("ciranda.gcp.credential_kinds")
 local log = require("ciranda.io.log")
 local task = require("ciranda.task")
@@ -122,8 +123,9 @@ local NO_NEWS = {
 ---@param look fun(not_before: number): table?
 ---@param state_of fun(message: table?): string
 ---@param judge fun(message: table?, state: string, waited: number): table?
+---@param situation (fun(message: table): string)? what to say of a long wait
 ---@return table result what `judge` gave
-local function wait_loop(client, what, options, look, state_of, judge)
+local function wait_loop(client, what, options, look, state_of, judge, situation)
   errors.check_options(options, OPTIONS, "wait", 4)
   local timeout = options.timeout or M.TIMEOUT
   local first, most = options.first_poll or M.FIRST_POLL, options.most_poll or M.MOST_POLL
@@ -155,9 +157,15 @@ local function wait_loop(client, what, options, look, state_of, judge)
     if in_queue and now - since >= stuck_after * (told + 1) then
       told = told + 1
       local note = (
-        "%s has been %s for %.0f minutes; the state comes from Google's capacity and your quota: check both, "
-        .. "try another zone or kind of capacity, or ask your Google Cloud account representative"
-      ):format(what, state, (now - since) / 60)
+        "%s has been %s for %.0f minutes.%s Google's guide: after %d minutes ask your Google Cloud "
+        .. "account's representative; another zone or kind of capacity may have room"
+      ):format(
+        what,
+        state,
+        (now - since) / 60,
+        looked and message and situation and " " .. situation(message) or "",
+        M.STUCK // 60
+      )
       if options.on_note then
         options.on_note(note)
       else
@@ -235,6 +243,9 @@ local function has_expired(message, now)
   return stop ~= nil and stop ~= false and now >= stop
 end
 
+-- States of a node that is there or will be: a slice that goes on although its queued resource has failed.
+local UP = { READY = true, CREATING = true, STARTING = true, RESTARTING = true, REPAIRING = true }
+
 --- Raise why an ACTIVE state will not come from this one.
 ---@param qr ciranda.gcp.QueuedResource
 ---@param message table
@@ -253,9 +264,12 @@ local function raise_end(qr, message, state)
     end
     local ok, by_name = pcall(shared_list, qr.tpu, "nodes.list", qr.tpu.client:now())
     if ok then
-      local nodes, _, unready = nodes_of(message, by_name)
-      if #nodes > #unready then
-        err.ready_nodes = #nodes - #unready
+      local up = 0
+      for _, node in ipairs((nodes_of(message, by_name))) do
+        up = up + (UP[node.state] and 1 or 0)
+      end
+      if up > 0 then
+        err.ready_nodes = up
         err.message = ("%s; %d of its slices are up all the same: delete it, with force, and ask again"):format(
           err.message,
           err.ready_nodes
@@ -370,7 +384,15 @@ function M.queued_resource(qr, wanted, options)
     return nil
   end
 
-  local result = wait_loop(client, tostring(qr), options, look, queued_state, judge)
+  local function situation(message)
+    local ok, all = pcall(shared_list, tpu, "queuedResources.list", client:now() - M.MOST_POLL)
+    if not ok and errors.is(all, "cancelled") then
+      error(all, 0)
+    end
+    return holdings.situation(message, ok and all or nil, tpu.zone)
+  end
+
+  local result = wait_loop(client, tostring(qr), options, look, queued_state, judge, situation)
   return result[1], result[2]
 end
 

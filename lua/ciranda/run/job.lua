@@ -170,11 +170,21 @@ local function show_log(storage, place, view, shown)
   return shown + #bytes
 end
 
+--- Why a queued resource will not be ACTIVE any more.
+local function reason_of(queued_resource)
+  local ok, reason = pcall(queued_resource.wait, queued_resource, "ACTIVE", { timeout = 60, not_yet = 0 })
+  if not ok and err.is(reason, "cancelled") then
+    error(reason, 0)
+  end
+  return not ok and reason or ("%s was dead and is ACTIVE now"):format(tostring(queued_resource))
+end
+
 --- Follows a job until every worker has finished, then deletes its queued resource.
 ---@async
 ---@param options { storage: ciranda.gcp.Storage, queued_resource: ciranda.gcp.QueuedResource,
 ---  place: ciranda.run.JobPlace, progress: ciranda.cli.Progress, json: boolean?, journal: ciranda.Journal,
----  every: number? } every: seconds between two looks
+---  every: number?, again: (fun(reason: any): ciranda.gcp.QueuedResource?)? } every: seconds between two looks; again:
+---  asks for the slices once more when their end is one after which that may help
 ---@return { status: integer, kind: string, message: string }
 -- Raises "failed", "preempted", "quota" and the like when the queued resource ends before the job.
 function M.follow(options)
@@ -195,19 +205,28 @@ function M.follow(options)
       progress:say("%s is %s", tostring(options.queued_resource), state or "gone")
     end
     if state == nil or state == "FAILED" or state == "SUSPENDED" or state == "DELETING" then
-      err.raise({
-        code = state == "SUSPENDED" and "preempted" or "failed",
-        op = "follow",
-        target = options.queued_resource.id,
-        message = ("%s is %s, and only %d of %d workers have finished; its logs are in gs://%s/%s/"):format(
-          tostring(options.queued_resource),
-          state or "gone",
-          #view.statuses,
-          place.workers,
-          place.bucket,
-          place.prefix
-        ),
-      })
+      local reason = reason_of(options.queued_resource)
+      local renewed = options.again and options.again(reason)
+      if not renewed then
+        err.raise({
+          code = err.is(reason) and reason.code or "failed",
+          op = "follow",
+          target = options.queued_resource.id,
+          cause = reason,
+          message = ("%s, and only %d of %d workers have finished; its logs are in gs://%s/%s/"):format(
+            err.text(reason),
+            #view.statuses,
+            place.workers,
+            place.bucket,
+            place.prefix
+          ),
+        })
+      end
+      -- What slices of the failed request have finished counts for nothing.
+      for _, entry in ipairs(view.statuses) do
+        storage:delete(place.bucket, entry.name)
+      end
+      options.queued_resource, known, state = renewed, {}, nil
     end
     progress:status(("%d of %d workers have finished"):format(#view.statuses, place.workers))
     task.sleep(options.every or LOOK_EVERY)

@@ -355,7 +355,15 @@ describe("ciranda.gcp.failure", function()
       metric = "TPUV5sPreemptibleLitepodServingPerProjectPerZoneForTPUAPI",
       limit = 4,
       where = "zone us-central1-a",
+      kind = "TPU",
     }, err.quota)
+    assert.matches("this is the TPU quota: free some of it", tostring(err), 1, true)
+    err = failure.of_status {
+      code = 8,
+      message = "Quota limit 'QueuedResourcesPerProjectPerZone' has been exceeded. Limit: 10 in zone us-east5-a.",
+    }
+    assert.equal("queued-resource", err.quota.kind)
+    assert.matches("this is the queued-resource quota: ", tostring(err), 1, true)
     err = failure.of_status {
       code = 8,
       message = "Quota exceeded",

@@ -118,6 +118,35 @@ describe("recipes on the simulated cloud", function()
     assert.matches("none of create, list", result.err, 1, true)
   end)
 
+  it("asks again when a queued resource FAILED with some of its slices up", function()
+    local function fault()
+      local body = '{"kind": "stockout", "name": "half", "slice": 1}'
+      local url = simulator.env.CIRANDA_SIM_URL .. "/sim/v1/faults"
+      assert.equal(0, process.run({ "curl", "-sSf", "--data-binary", body, url }).code)
+    end
+    fault()
+    local words = { "qr", "create", "half", "--accelerator-type=v5litepod-4", "--node-count=2", "--pause=1s" }
+    local result = ciranda(table.unpack(words))
+    assert.equal(0, result.code, result.err)
+    assert.matches(
+      "half in us-west4-a is FAILED and 1 of its 2 slices are up: deleting it with force, "
+        .. "then asking again in 1 s (2 of 3)",
+      result.err,
+      1,
+      true
+    )
+    assert.matches("half is ACTIVE, and its nodes are READY: half-0, half-1", result.err, 1, true)
+    assert.equal(0, ciranda("qr", "delete", "half").code)
+    fault()
+    table.insert(words, "--tries=1")
+    result = ciranda(table.unpack(words))
+    assert.equal(1, result.code, result.err)
+    assert.matches("slices are up: deleting it with force\n", result.err, 1, true)
+    assert.matches("no more capacity", result.err, 1, true)
+    assert.is_nil(state_of("half"))
+    assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)
+  end)
+
   it("forgets nothing that a killed program asked for: gc finds it and deletes it", function()
     local argv = command({ "qr", "create", "lost", "--accelerator-type=v5litepod-4", "--node-id=lost" })
     argv.timeout, argv.stdout, argv.stderr = nil, process.DISCARD, process.DISCARD

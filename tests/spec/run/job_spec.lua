@@ -1,3 +1,4 @@
+local err = require("ciranda.io.error")
 local job = require("ciranda.run.job")
 local job_script = require("ciranda.run.job_script")
 local process = require("ciranda.io.process")
@@ -113,31 +114,76 @@ describe("run.job", function()
     assert.equal(12, view.logs[1].size)
   end)
 
-  it("ends with an error when the queued resource ends before the job", function()
-    for state, code in pairs({ SUSPENDED = "preempted", FAILED = "failed" }) do
-      local ok, e = pcall(job.follow, {
-        storage = {
-          list = function()
-            return {}
-          end,
-        },
-        place = { bucket = "b", prefix = "p", workers = 2 },
-        progress = { say = function() end, status = function() end },
-        queued_resource = setmetatable({
-          id = "q",
-          state = function()
-            return state
-          end,
-        }, {
-          __tostring = function()
-            return "queued resource q"
-          end,
-        }),
-        every = 0,
-      })
+  -- A job of two workers of which nothing is in the bucket but what `objects` says.
+  local function follow(state, code, objects, more)
+    local options = {
+      storage = {
+        list = function()
+          return objects
+        end,
+        download = function()
+          return '{"status":0}'
+        end,
+        delete = function(_, _, name)
+          table.remove(objects, 1)
+          objects.deleted = name
+        end,
+      },
+      place = { bucket = "b", prefix = "p", workers = 2 },
+      progress = { say = function() end, status = function() end },
+      queued_resource = setmetatable({
+        id = "q",
+        state = function()
+          return state
+        end,
+        wait = function()
+          err.raise({ code = code, message = "the reason of " .. code })
+        end,
+      }, {
+        __tostring = function()
+          return "queued resource q"
+        end,
+      }),
+      every = 0,
+    }
+    for name, value in pairs(more or {}) do
+      options[name] = value
+    end
+    return pcall(job.follow, options)
+  end
+
+  it("ends with the reason when the queued resource ends before the job", function()
+    for state, code in pairs({ SUSPENDED = "preempted", FAILED = "quota", DELETING = "failed" }) do
+      local ok, e = follow(state, code, {})
       assert.is_false(ok)
       assert.equal(code, e.code)
+      assert.matches("the reason of " .. code, e.message, 1, true)
       assert.matches("only 0 of 2 workers have finished", e.message, 1, true)
     end
+  end)
+
+  it("asks again where that may help, and forgets what the failed slices have finished", function()
+    local objects, asked = { { name = "p/status_slice_0_worker_0", size = "1" } }, {}
+    local ok, e = follow("FAILED", "stockout", objects, {
+      again = function(reason)
+        asked[#asked + 1] = reason.code
+        if #asked == 1 then
+          return {
+            id = "q",
+            state = function()
+              return "FAILED"
+            end,
+            wait = function()
+              err.raise({ code = "quota", message = "no more" })
+            end,
+          }
+        end
+      end,
+    })
+    assert.is_false(ok)
+    assert.equal("quota", e.code)
+    assert.same({ "stockout", "quota" }, asked)
+    assert.equal("p/status_slice_0_worker_0", objects.deleted)
+    assert.matches("only 0 of 2", e.message, 1, true)
   end)
 end)

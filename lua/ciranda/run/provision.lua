@@ -1,0 +1,109 @@
+--- A queued resource from the request to slices that are up, with a budget for the rare end in between.
+--
+-- Google's Multislice guide: a queued resource may be FAILED while some of its slices are ACTIVE; delete what was made
+-- and try again in some minutes. That is done here, so often as the budget allows, and told each time. No other end is
+-- tried again: quota is not freed and capacity not found by asking the same again.
+local err = require("ciranda.io.error")
+local ledger = require("ciranda.run.ledger")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- How often a request is made in all, and the seconds between two ("some minutes").
+M.TRIES = 3
+M.PAUSE = 300
+
+---@class ciranda.run.ProvisionOptions
+---@field journal ciranda.Journal
+---@field tpu ciranda.gcp.Tpu
+---@field request ciranda.gcp.Request
+---@field keep string? as for `ledger.create`
+---@field tries integer? in all (3)
+---@field pause number? seconds between two (300)
+---@field on_note fun(text: string) takes what a person should know
+
+---@class ciranda.run.Provision
+---@field queued_resource ciranda.gcp.QueuedResource the one that was asked for last
+---@field tries integer how many have been made
+local Provision = {}
+Provision.__index = Provision
+
+local OPTIONS =
+  { journal = true, tpu = true, request = true, keep = true, tries = true, pause = true, on_note = true }
+
+local function ask(self)
+  local options = self.options
+  self.tries = self.tries + 1
+  self.queued_resource = ledger.create(options.journal, options.tpu, options.request, options.keep)
+end
+
+--- Asks for a queued resource.
+---@async
+---@param options ciranda.run.ProvisionOptions
+---@return ciranda.run.Provision
+-- Raises what `ledger.create` raises.
+function M.start(options)
+  err.check_options(options, OPTIONS, "provision.start")
+  local self = setmetatable({ options = options, tries = 0 }, Provision)
+  ask(self)
+  return self
+end
+
+--- Asks once more after an end that asking again may mend: tells it, deletes what there is, with force, and waits some
+--- minutes first.
+---@async
+---@param reason any what a wait raised
+---@param deadline number? no further try from then on (seconds of `uv.hrtime`)
+---@return boolean whether it was asked again
+function Provision:again(reason, deadline)
+  local options = self.options
+  local up = err.is(reason) and reason.ready_nodes
+  if not up or up < 1 then
+    return false
+  end
+  local of, pause = options.tries or M.TRIES, options.pause or M.PAUSE
+  local slices = options.request.slices or 1
+  local left = self.tries < of and not (deadline and uv.hrtime() / 1e9 + pause >= deadline)
+  options.on_note(
+    ("%s is FAILED and %d of its %d slices are up: deleting it with force%s"):format(
+      tostring(self.queued_resource),
+      up,
+      slices,
+      left and (", then asking again in %g s (%d of %d)"):format(pause, self.tries + 1, of) or ""
+    )
+  )
+  ledger.delete(options.journal, self.queued_resource)
+  if not left then
+    return false
+  end
+  task.sleep(pause)
+  ask(self)
+  return true
+end
+
+--- Waits until the slices are up, asking again as `again` does.
+---@async
+---@param options ciranda.gcp.WaitOptions? `timeout` is for all tries together
+---@return table message, table[] nodes
+-- Raises what the wait raises when it is not to be tried again, or the budget is used up.
+function Provision:wait(options)
+  local wait = {}
+  for name, value in pairs(options or {}) do
+    wait[name] = value
+  end
+  local deadline = wait.timeout and uv.hrtime() / 1e9 + wait.timeout
+  while true do
+    if deadline then
+      wait.timeout = math.max(0.001, deadline - uv.hrtime() / 1e9)
+    end
+    local ok, message, nodes = pcall(self.queued_resource.wait, self.queued_resource, "ACTIVE", wait)
+    if ok then
+      return message, nodes
+    elseif not self:again(message, deadline) then
+      error(message, 0)
+    end
+  end
+end
+
+return M
