@@ -1,4 +1,11 @@
-/* ssh_socket.c - a session's bytes over a TCP socket, watched by one uv_poll. See ssh.h. */
+/*
+ * ssh_socket.c - a session's bytes over a TCP socket, watched by one uv_poll. See ssh.h.
+ *
+ * libssh2 reads the identification a byte at a time, and everything until it is told that there is
+ * no more. Neither is a system call here: small reads are served from a piece that was read ahead,
+ * and a read that got less than it asked for has emptied the socket until the loop says otherwise.
+ */
+#include "buffer.h"
 #include "ssh.h"
 
 #include <errno.h>
@@ -8,12 +15,17 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+enum { AHEAD = 2048 }; /* an identification and the first packet behind it */
+
 typedef struct socket_transport {
   cir_ssh_transport base;
   uv_poll_t poll;
   int fd;
   bool connecting;
+  bool hangup; /* the peer has closed its side: reads go on until they find its end */
+  bool empty;  /* nothing can be read before the next event */
   int events;
+  cir_buffer ahead; /* read and not asked for yet */
 } socket_transport;
 
 static socket_transport *socket_of(cir_ssh_transport *transport) {
@@ -24,7 +36,9 @@ static void on_poll(uv_poll_t *poll, int status, int events) {
   socket_transport *self = CIR_CONTAINER_OF(poll, socket_transport, poll);
   if (status < 0) /* libuv has stopped the poll; the reason is what the next receive answers */
     self->events = 0;
-  cir_ssh_transport_event(self->base.session, status < 0 || (events & UV_DISCONNECT) != 0);
+  self->hangup = self->hangup || status < 0 || (events & UV_DISCONNECT) != 0;
+  self->empty = false;
+  cir_ssh_transport_event(self->base.session, self->hangup);
 }
 
 static int connected(cir_ssh_transport *transport) {
@@ -49,14 +63,36 @@ static int descriptor(cir_ssh_transport *transport) {
   return socket_of(transport)->fd;
 }
 
-static ssize_t receive(cir_ssh_transport *transport, void *to, size_t size) {
+/* Read the socket itself. */
+static ssize_t receive_now(socket_transport *self, void *to, size_t size) {
   ssize_t count;
   do
-    count = recv(socket_of(transport)->fd, to, size, MSG_DONTWAIT);
+    count = recv(self->fd, to, size, MSG_DONTWAIT);
   while (count < 0 && errno == EINTR);
-  if (count < 0)
-    return errno == EWOULDBLOCK ? -EAGAIN : -errno;
-  return count;
+  if (count < 0 && errno != EWOULDBLOCK)
+    return -errno;
+  self->empty = count != 0 && count < (ssize_t)size && !self->hangup;
+  return count < 0 ? -EAGAIN : count;
+}
+
+static ssize_t receive(cir_ssh_transport *transport, void *to, size_t size) {
+  socket_transport *self = socket_of(transport);
+  char piece[AHEAD];
+  if (cir_buffer_size(&self->ahead) == 0) {
+    if (self->empty)
+      return -EAGAIN;
+    if (size >= AHEAD)
+      return receive_now(self, to, size);
+    ssize_t count = receive_now(self, piece, AHEAD);
+    if (count <= 0)
+      return count;
+    if (!cir_buffer_add(&self->ahead, piece, (size_t)count))
+      return -ENOMEM;
+  }
+  size_t taken = cir_buffer_take(&self->ahead, to, size);
+  if (cir_buffer_size(&self->ahead) == 0)
+    cir_buffer_free(&self->ahead);
+  return (ssize_t)taken;
 }
 
 static ssize_t transmit(cir_ssh_transport *transport, const void *from, size_t size) {
@@ -85,6 +121,7 @@ static void watch(cir_ssh_transport *transport, bool readable, bool writable) {
 static void on_closed(uv_handle_t *handle) {
   socket_transport *self = CIR_CONTAINER_OF(handle, socket_transport, poll);
   cir_ssh_session *session = self->base.session;
+  cir_buffer_free(&self->ahead);
   free(self);
   cir_ssh_transport_closed(session);
 }

@@ -498,7 +498,10 @@ local function environment(found)
   return variables
 end
 
---- What ssh_config says of a host, ready for use.
+-- What is found where nothing is read.
+local NOTHING = { send_env = {} }
+
+--- What ssh_config says of a host, ready for use. Not to be written to.
 ---@async
 ---@param host string as it was typed
 ---@param options { file: string|false|nil, user: string?, port: integer?, exec: boolean? }? what is known already;
@@ -508,7 +511,7 @@ end
 function M.resolve(host, options)
   options = options or {}
   if options.file == false then
-    return { send_env = {} }
+    return NOTHING
   end
   local raw = M.evaluate(host, options)
   local jump = raw.proxy_jump and raw.proxy_jump ~= "none" and raw.proxy_jump or nil

@@ -12,6 +12,7 @@ local known_hosts = require("ciranda.ssh.known_hosts")
 local login = require("ciranda.ssh.login")
 local proxy = require("ciranda.ssh.proxy")
 local scheduler = require("ciranda.task.scheduler")
+local slots = require("ciranda.ssh.slots")
 local task = require("ciranda.task")
 local uv = require("luv")
 
@@ -33,7 +34,8 @@ M.MAX_CHANNELS = 8
 local RETRY_PAUSES = { 0.1, 0.3, 0.9 }
 
 -- What is offered, best first. Group exchange with SHA-1, CBC and SHA-1 MACs are left out; group14 costs four times
--- what curve25519 does and comes last. Ciphers in the order of libssh2's speed with bulk data.
+-- what curve25519 does and comes last. Ciphers in the order of libssh2's speed with bulk data. The host key's
+-- algorithms depend on the host.
 local METHODS = {
   kex = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,ecdh-sha2-nistp521,"
     .. "diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,diffie-hellman-group14-sha256",
@@ -187,9 +189,12 @@ local function settle(options)
   if policy ~= "strict" and policy ~= "accept-new" then
     errors.misuse(3, 'ssh.connect: \'host_key_policy\' must be "strict" or "accept-new"')
   end
-  local timeouts = setmetatable(options.timeouts or {}, { __index = M.TIMEOUTS })
-  if found.connect_timeout and not rawget(timeouts, "connect") then
-    timeouts = setmetatable({ connect = found.connect_timeout }, { __index = timeouts })
+  local timeouts = M.TIMEOUTS
+  if options.timeouts or found.connect_timeout then
+    timeouts = setmetatable({ connect = found.connect_timeout }, { __index = M.TIMEOUTS })
+    for phase, seconds in pairs(options.timeouts or {}) do
+      timeouts[phase] = seconds
+    end
   end
   local files = options.known_hosts
   if files == nil then
@@ -302,28 +307,35 @@ local function milliseconds(seconds)
   return math.max(1, math.floor(seconds * 1000))
 end
 
+-- METHODS with the host key's algorithms, by those: a fleet's hosts have few different lists of them.
+local methods_by_hostkey = {}
+
+--- What is offered to a host.
+---@param expected ciranda.ssh.HostKeys
+local function methods(expected)
+  local algorithms = hostkey.algorithms(expected)
+  local list = methods_by_hostkey[algorithms]
+  if not list then
+    list = { hostkey = algorithms }
+    for kind, names in pairs(METHODS) do
+      list[kind] = names
+    end
+    methods_by_hostkey[algorithms] = list
+  end
+  return list
+end
+
 --- Connect, exchange identifications and keys, and, when that can be done without waiting for anything else, verify the
---- host key and offer the first key.
+--- host key and offer the first key. `request` says how the host is reached; the rest is added to it.
 ---@return userdata session the engine's
 ---@return string? trust
 ---@return table? begun see login.begin
-local function open(settings, expected, place)
+local function open(settings, expected, request, attach)
   local timeouts = settings.timeouts
-  local request = {
-    methods = {
-      kex = METHODS.kex,
-      cipher = METHODS.cipher,
-      mac = METHODS.mac,
-      sign = METHODS.sign,
-      hostkey = hostkey.algorithms(expected),
-    },
-    connect_ms = milliseconds(timeouts.connect),
-    banner_ms = milliseconds(timeouts.banner),
-    kex_ms = milliseconds(timeouts.kex),
-  }
-  for key, value in pairs(place.request) do
-    request[key] = value
-  end
+  request.methods = methods(expected)
+  request.connect_ms = milliseconds(timeouts.connect)
+  request.banner_ms = milliseconds(timeouts.banner)
+  request.kex_ms = milliseconds(timeouts.kex)
   return scheduler.await(function(done)
     local function on_open(err, session)
       if err then
@@ -340,8 +352,8 @@ local function open(settings, expected, place)
       end
     end
     local _, session = core.open(request, on_open)
-    if place.attach then
-      place.attach(session)
+    if attach then
+      attach(session)
     end
     return function()
       session:close("cancelled") -- whatever is under way then ends, and `done` is called
@@ -352,12 +364,12 @@ end
 --- Try the addresses one after the other; what the first failed with is raised when all fail.
 local function open_any(settings, expected, under)
   if under then
-    return open(settings, expected, under)
+    return open(settings, expected, under.request, under.attach)
   end
   local first
   for _, address in ipairs(resolve(settings)) do
     local request = { address = address, port = settings.port, bind = settings.bind }
-    local ok, session, trust, begun = pcall(open, settings, expected, { request = request })
+    local ok, session, trust, begun = pcall(open, settings, expected, request)
     if ok then
       return session, trust, begun
     end
@@ -369,35 +381,42 @@ local function open_any(settings, expected, under)
   error(first, 0)
 end
 
--- A semaphore for each address that is being connected to: { semaphore, users }.
-local starting = {}
+-- Those that are not authenticated yet, by address.
+local entrances = {}
 
---- Call `fn` as one of the few that are not authenticated yet at this address.
-local function as_one_of_few(settings, fn)
-  local place = ("%s:%d"):format(settings.address, settings.port)
-  local entry = starting[place] or { semaphore = task.semaphore(M.MAX_STARTING), users = 0 }
-  starting[place] = entry
-  entry.users = entry.users + 1
-  local _ <close> = setmetatable({}, {
-    __close = function()
-      entry.users = entry.users - 1
-      if entry.users == 0 then
-        starting[place] = nil
-      end
-    end,
-  })
-  return entry.semaphore:with(fn)
+-- One's turn at an address, from `enter` to its `<close>`.
+local Turn = {}
+
+function Turn:__close()
+  local entrance = entrances[self.place]
+  entrance:release()
+  if entrance.used == 0 then
+    entrances[self.place] = nil
+  end
 end
 
---- What must be closed unless everything went well.
-local function guarded(thing)
-  return setmetatable({ thing = thing }, {
-    __close = function(box)
-      if box.thing then
-        box.thing:close()
-      end
-    end,
-  })
+--- Wait until one may be one of the few that are not authenticated yet at this address.
+---@async
+---@return table turn to be closed
+local function enter(settings)
+  local place = settings.address .. ":" .. settings.port
+  local entrance = entrances[place] or slots.new(M.MAX_STARTING)
+  entrances[place] = entrance
+  entrance:acquire("its turn at " .. place)
+  return setmetatable({ place = place }, Turn)
+end
+
+-- What must be closed unless everything went well: `guarded.thing`.
+local Guarded = {
+  __close = function(box)
+    if box.thing then
+      box.thing:close()
+    end
+  end,
+}
+
+local function guarded()
+  return setmetatable({}, Guarded)
 end
 
 --- Open a session; a server that hangs up before it says who it is has had too many at once, most likely, and is tried
@@ -444,7 +463,8 @@ function M.connect(options)
   local under <close> = guarded()
   local session <close> = guarded()
   local key_type, blob, trust, key
-  as_one_of_few(settings, function()
+  do
+    local _ <close> = enter(settings)
     local begun
     session.thing, trust, begun = open_patiently(settings, expected, under, options)
     key_type, blob = session.thing:host_key()
@@ -453,7 +473,7 @@ function M.connect(options)
     end
     trust = trust or hostkey.verify(expected, key_type, blob, settings.policy)
     key = login.authenticate(session.thing, settings, begun)
-  end)
+  end
 
   local connection = connections.new(session.thing, {
     host = settings.host,

@@ -6,6 +6,7 @@ local forwards = require("ciranda.ssh.forward")
 local log = require("ciranda.io.log")
 local scheduler = require("ciranda.task.scheduler")
 local sftp = require("ciranda.ssh.sftp")
+local slots_of = require("ciranda.ssh.slots")
 local task = require("ciranda.task")
 local transfer = require("ciranda.ssh.transfer")
 
@@ -13,46 +14,6 @@ local M = {}
 
 --- Output kept by `exec` when nobody takes it; more is an error.
 M.MAX_OUTPUT = 64 * 1024 * 1024
-
--- Slots ------------------------------------------------------------------------------------------------------------
-
--- Channels that may be open at once. OpenSSH's MaxSessions is 10; a server with a lower one teaches us its limit.
-local Slots = {}
-Slots.__index = Slots
-
-local function new_slots(limit)
-  return setmetatable({ limit = limit, used = 0, waiters = {} }, Slots)
-end
-
-function Slots:acquire()
-  if self.used < self.limit then
-    self.used = self.used + 1
-    return
-  end
-  local entry
-  scheduler.await(function(done)
-    entry = { done = done }
-    table.insert(self.waiters, entry)
-    return function()
-      for index, waiter in ipairs(self.waiters) do
-        if waiter == entry then
-          table.remove(self.waiters, index)
-          return true
-        end
-      end
-      self:release() -- it was ours already
-      return true
-    end
-  end, "a channel of the connection")
-end
-
-function Slots:release()
-  self.used = self.used - 1
-  while self.used < self.limit and self.waiters[1] do
-    self.used = self.used + 1
-    table.remove(self.waiters, 1).done()
-  end
-end
 
 -- Connection -------------------------------------------------------------------------------------------------------
 
@@ -68,24 +29,19 @@ end
 local Connection = {}
 Connection.__index = Connection
 
+-- What waits for a channel waits for this.
+local SLOT = "a channel of the connection"
+
 ---@param session userdata the engine's
----@param settings { host: string, port: integer, user: string, label: string, max_channels: integer,
----  channel_timeout: number, send_env: string[][], key: string?, host_key: table, under: any }
+---@param fields { host: string, port: integer, user: string, label: string, max_channels: integer,
+---  channel_timeout: number, send_env: string[][], key: string?, host_key: table, under: any } becomes the connection
 ---@return ciranda.ssh.Connection
-function M.new(session, settings)
-  local self = setmetatable({
-    session = session,
-    host = settings.host,
-    port = settings.port,
-    user = settings.user,
-    label = settings.label,
-    key = settings.key,
-    host_key = settings.host_key,
-    under = settings.under,
-    send_env = settings.send_env,
-    channel_ms = math.max(1, math.floor(settings.channel_timeout * 1000)),
-    slots = new_slots(settings.max_channels),
-  }, Connection)
+function M.new(session, fields)
+  local self = setmetatable(fields, Connection)
+  self.session = session
+  self.channel_ms = math.max(1, math.floor(fields.channel_timeout * 1000))
+  -- Channels that may be open at once. OpenSSH's MaxSessions is 10; a server with a lower one teaches us its limit.
+  self.slots = slots_of.new(fields.max_channels)
   local waits = session:on_close(function(err)
     self.ended = err
     self:_let_go()
@@ -132,7 +88,7 @@ function Connection:_open(method, request, what)
   request.timeout = self.channel_ms
   local slots = self.slots
   while true do
-    slots:acquire()
+    slots:acquire(SLOT)
     local ok, raw = pcall(task.call, method, self.session, request)
     if ok then
       return channels.new(raw, self.label, what, function()
@@ -324,7 +280,7 @@ end
 ---@private
 function Connection:_exec_at_once(command, options)
   local slots = self.slots
-  slots:acquire()
+  slots:acquire(SLOT)
   local kept, sizes = { {}, {} }, { 0, 0 }
   local limit = options.max_output or M.MAX_OUTPUT
   local channel, problem

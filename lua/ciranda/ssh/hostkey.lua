@@ -46,18 +46,29 @@ function M.parse_pin(text)
   return { type = key_type, blob = blob }
 end
 
+--- What known_hosts says of a host: of its name, and where that says nothing, of its address.
+local function look_up(options)
+  local entries = known_hosts.load(options.files)
+  local known = known_hosts.lookup(entries, options.host, options.port)
+  if #known.keys > 0 or #known.fallback > 0 or not options.address or options.address == options.host then
+    return known
+  end
+  local by_address = known_hosts.lookup(entries, options.address, options.port)
+  local revoked = { table.unpack(known.revoked) }
+  table.move(by_address.revoked, 1, #by_address.revoked, #revoked + 1, revoked)
+  return {
+    keys = by_address.keys,
+    fallback = by_address.fallback,
+    revoked = revoked,
+    authorities = known.authorities,
+  }
+end
+
 --- What is known of a host.
 ---@async
 ---@param options { host: string, port: integer, address: string?, pins: string[]?, files: string[] }
 ---@return ciranda.ssh.HostKeys
 function M.expect(options)
-  local entries = known_hosts.load(options.files)
-  local known = known_hosts.lookup(entries, options.host, options.port)
-  if #known.keys == 0 and #known.fallback == 0 and options.address and options.address ~= options.host then
-    local by_address = known_hosts.lookup(entries, options.address, options.port)
-    known.keys, known.fallback = by_address.keys, by_address.fallback
-    table.move(by_address.revoked, 1, #by_address.revoked, #known.revoked + 1, known.revoked)
-  end
   local pins
   if options.pins then
     pins = {}
@@ -66,37 +77,40 @@ function M.expect(options)
     end
   end
   return {
-    label = ("%s:%d"):format(options.host, options.port),
+    label = options.host .. ":" .. options.port,
     host = options.host,
     port = options.port,
     pins = pins,
-    known = known,
+    known = look_up(options),
     file = options.files[1],
   }
 end
 
---- Whether a key of this type can be compared with one that is known.
-local function judges(expected, key_type)
-  local known = expected.known
-  for _, list in ipairs(expected.pins and { expected.pins } or { known.keys, known.fallback }) do
-    for _, key in ipairs(list) do
-      if key.type == key_type then
-        return true
-      end
-    end
-  end
-  return false
+-- A bit for each type of key in ALGORITHMS, and what `algorithms` has answered, by the bits of the known types.
+local bits, lists = {}, {}
+for place, algorithm in ipairs(ALGORITHMS) do
+  bits[algorithm[2]] = bits[algorithm[2]] or 1 << place
 end
 
 --- The algorithms to offer: first those whose keys we can judge, so that the server shows one of them.
 ---@param expected ciranda.ssh.HostKeys
 ---@return string list comma-separated
 function M.algorithms(expected)
-  local first, rest = {}, {}
-  for _, algorithm in ipairs(ALGORITHMS) do
-    table.insert(judges(expected, algorithm[2]) and first or rest, algorithm[1])
+  local known = expected.known
+  local judged = 0
+  for _, list in ipairs(expected.pins and { expected.pins } or { known.keys, known.fallback }) do
+    for _, key in ipairs(list) do
+      judged = judged | (bits[key.type] or 0)
+    end
   end
-  return table.concat(table.move(rest, 1, #rest, #first + 1, first), ",")
+  if not lists[judged] then
+    local first, rest = {}, {}
+    for _, algorithm in ipairs(ALGORITHMS) do
+      table.insert(judged & bits[algorithm[2]] ~= 0 and first or rest, algorithm[1])
+    end
+    lists[judged] = table.concat(table.move(rest, 1, #rest, #first + 1, first), ",")
+  end
+  return lists[judged]
 end
 
 local function contains(list, blob)
@@ -145,6 +159,9 @@ function M.judge(expected, policy, key_type, blob)
   if not revoked and expected.pins and contains(expected.pins, blob) then
     return "pinned"
   end
+  if not revoked and not expected.pins and (contains(known.keys, blob) or contains(known.fallback, blob)) then
+    return "known"
+  end
   local shown = fingerprints({ { type = key_type, blob = blob } })
   if revoked then
     refuse(
@@ -167,9 +184,6 @@ function M.judge(expected, policy, key_type, blob)
         #expected.pins > 0 and fingerprints(expected.pins) or "none (the list of pins is empty)"
       )
     )
-  end
-  if contains(known.keys, blob) or contains(known.fallback, blob) then
-    return "known"
   end
   if #known.keys > 0 then
     local where = {}

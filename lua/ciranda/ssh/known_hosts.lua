@@ -139,18 +139,54 @@ end
 ---@field revoked ciranda.ssh.KnownHost[]
 ---@field authorities ciranda.ssh.KnownHost[]
 
---- What the entries say of a host.
+-- What `lookup` knows of lists of entries: places by name, and those of entries with wildcards or a hash, which every
+-- name is compared with. A fleet of a thousand workers is looked up in as many lines.
+local indexes = setmetatable({}, { __mode = "k" })
+
+local function index_of(entries)
+  local index = indexes[entries]
+  if not index then
+    index = { named = {}, others = {} }
+    for place, entry in ipairs(entries) do
+      if entry.names and #entry.globs == 0 then
+        for name in pairs(entry.names) do
+          index.named[name] = index.named[name] or {}
+          table.insert(index.named[name], place)
+        end
+      else
+        table.insert(index.others, place)
+      end
+    end
+    indexes[entries] = index
+  end
+  return index
+end
+
+-- What is known where there are no entries.
+local NOTHING = { keys = {}, fallback = {}, revoked = {}, authorities = {} }
+
+--- What the entries say of a host. Neither they nor the answer is to be written to.
 ---@param entries ciranda.ssh.KnownHost[]
 ---@param host string a name or an address
 ---@param port integer
 ---@return ciranda.ssh.Known
 function M.lookup(entries, host, port)
+  if #entries == 0 then
+    return NOTHING
+  end
   local known = { keys = {}, fallback = {}, revoked = {}, authorities = {} }
   local name = M.name(host, port)
   local bare = host:lower()
-  for _, entry in ipairs(entries) do
+  local index = index_of(entries)
+  local places = table.move(index.others, 1, #index.others, 1, {})
+  for _, list in ipairs({ index.named[name] or {}, name ~= bare and index.named[bare] or {} }) do
+    table.move(list, 1, #list, #places + 1, places)
+  end
+  table.sort(places)
+  for position, place in ipairs(places) do
+    local entry = entries[place]
     local direct = names(entry, name)
-    if direct or (name ~= bare and names(entry, bare)) then
+    if place ~= places[position - 1] and (direct or (name ~= bare and names(entry, bare))) then
       if entry.marker == "revoked" then
         table.insert(known.revoked, entry)
       elseif entry.marker == "cert-authority" then
@@ -188,18 +224,32 @@ local function load_file(path)
   return cached.entries
 end
 
+-- The entries of several files in one list, by the files' names: the same list while the files stay as they are.
+local joined = {}
+
 --- The entries of the files, in order; a file that does not exist has none.
 ---@async
 ---@param paths string[]
----@return ciranda.ssh.KnownHost[]
+---@return ciranda.ssh.KnownHost[] entries not to be written to
 --- Raises `permission` or `io` when a file is there and cannot be read.
 function M.load(paths)
-  local all = {}
-  for _, path in ipairs(paths) do
+  local name = table.concat(paths, "\0")
+  local whole = joined[name] or { parts = {} }
+  for place, path in ipairs(paths) do
     local entries = load_file(path)
-    table.move(entries, 1, #entries, #all + 1, all)
+    if whole.parts[place] ~= entries then
+      whole.parts[place] = entries
+      whole.all = nil
+    end
   end
-  return all
+  if not whole.all then
+    whole.all = {}
+    for _, entries in ipairs(whole.parts) do
+      table.move(entries, 1, #entries, #whole.all + 1, whole.all)
+    end
+    joined[name] = whole
+  end
+  return whole.all
 end
 
 --- Add a key for a host at the end of a file, which is made (mode 600, its directory 700) when it is not there.
