@@ -158,7 +158,7 @@ struct cir_ssh_operation {
   const cir_ssh_operation_kind *kind;
   cir_ssh_session *session;
   cir_ssh_operation *next;
-  cir_ssh_operation **handle; /* the userdata's pointer to this, or NULL */
+  cir_ssh_operation **handle; /* the userdata's pointer to this; NULL once it is reported */
   int anchor;                 /* keeps the handle, and with it the session, while under way */
   int on_done;
   uint64_t timeout;  /* milliseconds, 0 for none; counted from when it is first stepped */

@@ -21,14 +21,15 @@ static void report(cir_ssh_operation *operation, const cir_ssh_fault *fault) {
     lua_pushnil(L);
     count += operation->kind->push(operation, L);
   }
+  if (operation->handle != NULL) /* nothing is left to cancel, and the handle may be collected */
+    *operation->handle = NULL;
+  operation->handle = NULL;
   cir_callback_finish(session->rt, &operation->on_done, count);
   luaL_unref(L, LUA_REGISTRYINDEX, operation->anchor);
   operation->anchor = LUA_NOREF;
 }
 
 static void dispose(cir_ssh_operation *operation) {
-  if (operation->handle != NULL)
-    *operation->handle = NULL;
   cir_callback_unref(operation->session->rt, &operation->on_done);
   if (operation->kind->release != NULL)
     operation->kind->release(operation);
@@ -113,17 +114,10 @@ void cir_ssh_operations_fail(cir_ssh_session *session) {
 /* handle:cancel(): the callback is told "cancelled". Does nothing when it has been called. */
 static int l_cancel(lua_State *L) {
   cir_ssh_operation **handle = luaL_checkudata(L, 1, CIR_SSH_OPERATION);
-  if (*handle != NULL && !(*handle)->reported) {
+  if (*handle != NULL) {
     (*handle)->cancelled = true;
     cir_ssh_schedule((*handle)->session);
   }
-  return 0;
-}
-
-static int l_operation_gc(lua_State *L) {
-  cir_ssh_operation **handle = luaL_checkudata(L, 1, CIR_SSH_OPERATION);
-  if (*handle != NULL)
-    (*handle)->handle = NULL;
   return 0;
 }
 
@@ -148,8 +142,7 @@ void cir_ssh_submit(lua_State *L, int index, cir_ssh_operation *operation, int c
 }
 
 void cir_ssh_operation_register(lua_State *L) {
-  static const luaL_Reg methods[] = {
-      {"cancel", l_cancel}, {"__gc", l_operation_gc}, {"__close", l_cancel}, {NULL, NULL}};
+  static const luaL_Reg methods[] = {{"cancel", l_cancel}, {"__close", l_cancel}, {NULL, NULL}};
   if (luaL_newmetatable(L, CIR_SSH_OPERATION)) {
     luaL_setfuncs(L, methods, 0);
     lua_pushvalue(L, -1);

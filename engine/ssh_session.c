@@ -11,7 +11,8 @@ static struct {
   bool ready;
   cir_ssh_session *sessions;
   uint64_t turn, turn_started; /* the loop's time that names a turn, and when it began (hrtime) */
-  uint64_t turn_cpu;           /* what this thread had used of the processor by then */
+  uint64_t cpu;                /* what this thread had used when a turn was spent last */
+  bool spent;                  /* this turn */
   char buffer[CIR_SSH_READ];
 } module;
 
@@ -162,10 +163,15 @@ static bool turn_is_spent(cir_ssh_session *session) {
   if (module.turn != now) {
     module.turn = now;
     module.turn_started = uv_hrtime();
-    module.turn_cpu = used_cpu();
+    module.spent = false;
   }
-  return uv_hrtime() - module.turn_started > CIR_SSH_TURN_NS &&
-         used_cpu() - module.turn_cpu > CIR_SSH_TURN_NS;
+  if (!module.spent && uv_hrtime() - module.turn_started > CIR_SSH_TURN_NS) {
+    uint64_t cpu = used_cpu();
+    module.spent = cpu - module.cpu > CIR_SSH_TURN_NS;
+    if (module.spent)
+      module.cpu = cpu;
+  }
+  return module.spent;
 }
 
 static void pump(cir_ssh_session *session) {

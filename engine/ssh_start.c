@@ -155,7 +155,7 @@ static void abandon_start(cir_ssh_operation *operation) {
     self->phase = GIVE_BACK;
 }
 
-/* The channel's userdata, and the names of the variables that the server refused. */
+/* The channel's userdata, and the names of the variables that the server refused, if any. */
 static int push_channel(cir_ssh_operation *operation, lua_State *L) {
   start *self = CIR_CONTAINER_OF(operation, start, base);
   lua_rawgeti(L, LUA_REGISTRYINDEX, operation->anchor);
@@ -167,11 +167,15 @@ static int push_channel(cir_ssh_operation *operation, lua_State *L) {
   lua_insert(L, -2);
   lua_setiuservalue(L, -2, 1); /* the session lives as long as its channels */
   lua_remove(L, -2);
-  lua_newtable(L);
-  for (size_t i = 0, n = 0; i < self->variable_count; i++)
+  lua_pushnil(L);
+  for (size_t i = 0; i < self->variable_count; i++)
     if (self->variables[i].refused) {
+      if (lua_isnil(L, -1)) {
+        lua_pop(L, 1);
+        lua_newtable(L);
+      }
       lua_pushstring(L, self->variables[i].name);
-      lua_rawseti(L, -2, (lua_Integer)++n);
+      lua_rawseti(L, -2, (lua_Integer)lua_rawlen(L, -2) + 1);
     }
   return 2;
 }

@@ -154,11 +154,21 @@ function Connection:start(command, options)
   return self:_start(command, options)
 end
 
+-- A request of the engine's says of itself what is waited for.
+local Request = {
+  __tostring = function(request)
+    return ("%q"):format(request.command)
+  end,
+}
+
 --- The engine's request for a command.
 ---@private
 function Connection:_request(command, options)
-  local request = { env = self.send_env, timeout = self.channel_ms }
-  request.command = options.env and with_environment(command, options.env, 4) or command
+  local request = setmetatable({
+    command = options.env and with_environment(command, options.env, 4) or command,
+    env = self.send_env,
+    timeout = self.channel_ms,
+  }, Request)
   local pty = options.pty
   if pty then
     pty = type(pty) == "table" and pty or {}
@@ -281,32 +291,39 @@ end
 function Connection:_exec_at_once(command, options)
   local slots = self.slots
   slots:acquire(SLOT)
-  local kept, sizes = { {}, {} }, { 0, 0 }
+  local kept = {} -- pieces by stream, with their `size`
   local limit = options.max_output or M.MAX_OUTPUT
-  local channel, problem
-  local err, refused = scheduler.await(function(done)
+  local request = self:_request(command, options)
+  local channel, problem, err
+  scheduler.await(function(done)
+    local function on_close(close_err)
+      slots:release()
+      err = close_err
+      done()
+    end
     local function on_data(_, data, stream)
-      if data then
-        sizes[stream] = sizes[stream] + #data
-        if sizes[stream] <= limit then
-          table.insert(kept[stream], data)
-        elseif not problem then
-          problem = stream
-          channel:signal("TERM")
-          channel:close(channels.CLOSE_MS)
-        end
+      if not data then
+        return
+      end
+      local pieces = kept[stream]
+      if not pieces then
+        pieces = { size = 0 }
+        kept[stream] = pieces
+      end
+      pieces.size = pieces.size + #data
+      if pieces.size <= limit then
+        pieces[#pieces + 1] = data
+      elseif not problem then
+        problem = stream
+        channel:signal("TERM")
+        channel:close(channels.CLOSE_MS)
       end
     end
-    local operation = self.session:exec(self:_request(command, options), function(err, raw)
-      if err then
-        slots:release()
-        return done(nil, err, err.reason == "channel_refused")
+    local operation = self.session:exec(request, function(open_err, raw)
+      if open_err then
+        return on_close(open_err)
       end
       channel = raw
-      local function on_close(close_err)
-        slots:release()
-        done(nil, close_err)
-      end
       if not raw:on_close(on_close) then
         return on_close({ code = "closed", message = "the channel has been closed" })
       end
@@ -323,8 +340,8 @@ function Connection:_exec_at_once(command, options)
       operation:cancel()
       return false
     end
-  end, ("%q"):format(command))
-  if refused then
+  end, request)
+  if not channel and err.reason == "channel_refused" then
     return nil
   end
   if problem then
@@ -338,8 +355,8 @@ function Connection:_exec_at_once(command, options)
     code = code,
     signal = signal,
     message = message ~= "" and message or nil,
-    stdout = table.concat(kept[1]),
-    stderr = table.concat(kept[2]),
+    stdout = kept[1] and table.concat(kept[1]) or "",
+    stderr = kept[2] and table.concat(kept[2]) or "",
     command = command,
     target = self.label,
   }

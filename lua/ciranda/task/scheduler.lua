@@ -245,7 +245,8 @@ function M.await(start, what)
     raise_request(task, requests[1])
   end
 
-  local op = { task = task, what = what, state = "starting", since = uv.now() }
+  -- The nils make room: a table that grows is made twice.
+  local op = { task = task, what = what, state = "starting", since = uv.now(), cancel = nil, values = nil }
   task.op = op
   op.cancel, op.give_back = start(function(...)
     return complete(op, ...)
