@@ -9,6 +9,8 @@
 --   { kind = "alter", method = , field = "nodes.*.id", value = , count = }
 --   { kind = "stockout" | "internal" | "quota" | "reservation", name = "qr or node name or nil", slice = , count = }
 --   { kind = "ssh_refuse" | "ssh_hang" | "ssh_reset", name = "node", worker = , count = }
+--   { kind = "relay_drop" | "relay_close" | "relay_mute" | "relay_slow", name = "node", worker = , bytes = , code = ,
+--     message = , seconds = , count = }
 --   { kind = "preempt" | ... of ciranda.sim.accidents, name = , worker = , after = seconds, every = seconds, count = }
 --
 -- `method` is a method's id ("nodes.get", "storage.objects.insert"); "*" or a name ending in "*" fits several.
@@ -22,7 +24,9 @@ local CALL_KINDS = { alter = true, error = true, reset = true, truncate = true, 
 local OPERATION_KINDS = { slow_operation = true }
 local PROVISION_KINDS = { stockout = true, internal = true, quota = true, reservation = true }
 local SSH_KINDS = { ssh_refuse = true, ssh_hang = true, ssh_reset = true }
-local KINDS = { CALL_KINDS, OPERATION_KINDS, PROVISION_KINDS, SSH_KINDS, accidents.nodes, accidents.workers }
+local RELAY_KINDS = { relay_drop = true, relay_close = true, relay_mute = true, relay_slow = true }
+local KINDS =
+  { CALL_KINDS, OPERATION_KINDS, PROVISION_KINDS, SSH_KINDS, RELAY_KINDS, accidents.nodes, accidents.workers }
 
 ---@class ciranda.sim.Fault
 ---@field id integer
@@ -37,6 +41,8 @@ local KINDS = { CALL_KINDS, OPERATION_KINDS, PROVISION_KINDS, SSH_KINDS, acciden
 ---@field message string?
 ---@field retry_after number?
 ---@field seconds number?
+---@field bytes integer? of data, after which a relay's connection ends
+---@field code integer? with which it is closed
 ---@field field string? of the answer, see ciranda.sim.alter
 ---@field value any
 ---@field after number? of an accident: seconds until it strikes
@@ -69,6 +75,8 @@ local TYPES = {
   probability = "number",
   retry_after = "number",
   seconds = "number",
+  bytes = "integer",
+  code = "integer",
   field = "string",
   value = "any",
   after = "number",
@@ -334,18 +342,30 @@ function Faults:provisioning(request)
   return { slice = fault.slice, error = err }
 end
 
---- What happens to a connection to a worker's sshd.
----@param node string short name
----@param worker integer
----@return ciranda.sim.Fault?
-function Faults:on_ssh(node, worker)
+local function on_worker(self, kinds, node, worker)
   local fault = strike(self, function(entry)
-    return SSH_KINDS[entry.kind] and fits(entry.name, node) and (not entry.worker or entry.worker == worker)
+    return kinds[entry.kind] and fits(entry.name, node) and (not entry.worker or entry.worker == worker)
   end)
   if fault then
     self.world.events:add("fault", ("%s worker %d"):format(node, worker), fault.kind)
   end
   return fault
+end
+
+--- What happens to a connection to a worker's sshd.
+---@param node string short name
+---@param worker integer
+---@return ciranda.sim.Fault?
+function Faults:on_ssh(node, worker)
+  return on_worker(self, SSH_KINDS, node, worker)
+end
+
+--- What happens to a WebSocket of IAP's relay, a new tunnel's or one that takes a tunnel up again.
+---@param node string short name
+---@param worker integer
+---@return ciranda.sim.Fault?
+function Faults:on_relay(node, worker)
+  return on_worker(self, RELAY_KINDS, node, worker)
 end
 
 return M

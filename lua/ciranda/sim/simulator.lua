@@ -13,6 +13,7 @@ local errors = require("ciranda.io.error")
 local faults = require("ciranda.sim.faults")
 local fs = require("ciranda.io.fs")
 local gateway = require("ciranda.sim.gateway")
+local iap = require("ciranda.sim.iap")
 local isolation = require("ciranda.sim.isolation")
 local json = require("ciranda.io.json")
 local keeper = require("ciranda.core.keeper")
@@ -142,6 +143,7 @@ end
 local function environment(settings, url, host, ssh_port)
   local directory = settings.directory
   return {
+    CIRANDA_IAP_URL = (url:gsub("^http", "ws")),
     CIRANDA_SIM_SHARED = directory .. "/shared",
     CIRANDA_SIM_URL = url,
     CIRANDA_SSH_PORT = tostring(ssh_port),
@@ -293,6 +295,7 @@ local function run(settings)
         compute.new(world),
         resource_manager.new(world),
         os_login.service(world),
+        iap.new(world),
         status_page.new(),
       },
     }),
