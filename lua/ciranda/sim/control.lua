@@ -37,6 +37,7 @@ local function node_summary(world, node)
       external = machine and machine.external or nil,
       hostname = machine and machine.hostname or nil,
       running = machine ~= nil and machine.running,
+      diskFull = machine and machine.disk_full or nil,
       directory = machine and machine.directory or nil,
     }
   end

@@ -33,6 +33,7 @@ local PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ---@field host_key string "ssh-ed25519 AAAA..."
 ---@field maintenance_event string
 ---@field running boolean
+---@field disk_full boolean? until it boots anew
 local Machine = {}
 Machine.__index = Machine
 
@@ -269,7 +270,7 @@ function Machine:boot(scope)
     error(listener, 0)
   end
   self.listener = listener
-  self.running = true
+  self.running, self.disk_full = true, nil
   start_script(self, scope)
   self.world.events:add("machine", ("%s worker %d"):format(self.node.id, self.worker), "booted")
 end
@@ -354,6 +355,7 @@ function Machine:fill_disk(free)
   if problem then
     refusals.raise("FAILED_PRECONDITION", "the disk cannot be filled here: " .. problem)
   end
+  self.disk_full = true
 end
 
 --- Follow a change of the node's metadata or network.

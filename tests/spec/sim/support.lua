@@ -64,6 +64,8 @@ function Machines:find(node, worker)
   local log = self.log
   return {
     worker = worker,
+    running = true,
+    address = node.endpoints[worker + 1] and node.endpoints[worker + 1].address,
     halt = function()
       log[#log + 1] = ("halt %s/%d"):format(node.id, worker)
     end,
