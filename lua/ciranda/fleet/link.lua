@@ -184,6 +184,12 @@ function Link:connection()
   return self.current
 end
 
+--- Is there a connection? One that has broken and that nobody has used since still counts.
+---@return boolean
+function Link:connected()
+  return self.current ~= nil
+end
+
 --- Gives up a connection that has failed, so that the next use makes a new one.
 ---@param connection any the one that failed; a newer one is left alone
 function Link:drop(connection)

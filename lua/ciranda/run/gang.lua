@@ -22,6 +22,9 @@ local WINDOW, CONSEQUENCE_WINDOW = 2, 10
 local AFTER_GRACE = 90
 --- Seconds by which a worker's clock, as corrected, may still be wrong.
 local CLOCKS = 0.05
+--- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
+--- its machine is gone.
+local LOOK_FOR_GONE, SILENT = 3, 6
 --- Bytes of a log's end that are kept for the search for the cause.
 local TAIL = 65536
 
@@ -42,6 +45,8 @@ local TAIL = 65536
 ---@field lost_after number? seconds without an answer after which a worker is lost (180)
 ---@field failure_grace number? seconds between TERM and KILL for the others when one has failed (30)
 ---@field window number? seconds after a first failure in which those of others are awaited before one is named (2)
+---@field machine_gone (fun(worker: ciranda.Worker): string?)? why a worker that does not answer will not come back as
+---  it was; asked while it does not answer
 ---@field on_change fun(gang: ciranda.run.Gang)? a phase has changed
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field on_outcome fun(outcome: ciranda.run.Outcome)? a worker has ended
@@ -450,6 +455,53 @@ local function only_consequences(outcomes)
   return true
 end
 
+--- Counts a member as lost, whatever its follower is doing.
+---@private
+---@param member ciranda.run.GangMember
+---@param follower ciranda.Task
+---@param why string
+function Gang:give_up(member, follower, why)
+  follower:cancel(why)
+  if member.outcome then
+    return
+  end
+  member.outcome = member.attempt:outcome(nil, why)
+  self:note("exit", {
+    slice = member.worker.slice,
+    worker = member.worker.index,
+    lost = why,
+  })
+  if self.options.on_outcome then
+    self.options.on_outcome(member.outcome)
+  end
+  self:tell()
+  self.changed:set()
+end
+
+--- Asks about machines that do not let us in: one that the platform has taken away need not be waited for.
+---@private
+---@param followers table<ciranda.run.GangMember, ciranda.Task>
+function Gang:look_for_gone(followers)
+  local since = {}
+  while true do
+    task.sleep(LOOK_FOR_GONE)
+    local now = uv.hrtime() / 1e9
+    for member, follower in pairs(followers) do
+      if member.outcome or member.attempt.link:connected() then
+        since[member] = nil
+      else
+        since[member] = since[member] or now
+        if now - since[member] >= SILENT then
+          local why = self.options.machine_gone(member.worker)
+          if why and not member.outcome then
+            self:give_up(member, follower, why)
+          end
+        end
+      end
+    end
+  end
+end
+
 --- Watches until every member has ended; stops the others when one fails.
 ---@return ciranda.run.Cause verdict
 function Gang:watch()
@@ -464,6 +516,8 @@ function Gang:watch()
       end)
     end
   end
+  -- What must not outlast the last member: asking for machines, and asking one to stop that does not answer.
+  local aside = options.machine_gone and { scope:spawn(self.look_for_gone, self, followers) } or {}
   local first_seen, told, deadline
   while true do
     local outcomes, running = self:outcomes()
@@ -488,6 +542,9 @@ function Gang:watch()
       end
     end
     if running == 0 then
+      for _, child in ipairs(aside) do
+        child:cancel("the end")
+      end
       return verdict
     end
     if self.stopping and not self.stopping.asked then
@@ -495,20 +552,14 @@ function Gang:watch()
       request.asked = true
       deadline = now + request.grace + AFTER_GRACE
       self:note("stop", { grace = request.grace, reason = request.reason })
-      scope:spawn(function()
+      aside[#aside + 1] = scope:spawn(function()
         self:stop_all(request.grace, request.reason)
       end)
     end
     if deadline and now > deadline then
       for _, member in ipairs(self.members) do
         if not member.outcome then
-          followers[member]:cancel("it did not end")
-          member.outcome = member.attempt:outcome(nil, "it did not end after KILL")
-          self:note("exit", {
-            slice = member.worker.slice,
-            worker = member.worker.index,
-            lost = member.outcome.lost,
-          })
+          self:give_up(member, followers[member], "it did not end after KILL")
         end
       end
     else

@@ -31,7 +31,8 @@ local M = {}
 ---@field grace number? seconds a stop by the user gives (300)
 ---@field failure_grace number? (30)
 ---@field stage_timeout number? (600)
----@field node_state (fun(worker: ciranda.Worker): string)? the state of a worker's node, "gone" when there is none
+---@field node_state (fun(worker: ciranda.Worker): string, string?)? the state of a worker's node, "gone" when there is
+---  none, and the worker's internal address now
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field success string? the line that says that all is well
 ---@field restarts { user: integer?, infra: integer?, preempted: integer? }? further attempts, by how the last one ended
@@ -163,7 +164,8 @@ local function renew(options)
   elseif not err.is(fleet) or err.is(fleet, "cancelled", "misuse", "internal") then
     error(fleet, 0)
   end
-  return fleet.message, err.is(fleet, "preempted", "not_found") and "preempted" or "infra"
+  local taken = err.is(fleet, "preempted", "not_found") or fleet.state == "SUSPENDED"
+  return fleet.message, taken and "preempted" or "infra"
 end
 
 --- Attempts until one has ended the run: done, stopped, or beyond its budget.

@@ -24,6 +24,10 @@ local DETACHED = 129
 local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }
 local ASK_NODE = 15
 
+--- States of a node whose machines run, and seconds for which an answer about a node stands for all its workers.
+local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
+local ANSWER_LASTS = 10
+
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
 
@@ -53,6 +57,7 @@ function M.new(options, journal, id)
     id = id,
     directory = options.directory or options.run,
     request = {},
+    node_states = {},
     wake = task.event(),
     running = false,
   }, Round)
@@ -215,7 +220,9 @@ function Round:ask_about_lost(verdict)
     end
     return
   end
-  failed.lost = ("%s; its node %s is %s"):format(failed.lost, failed.worker.node or "", state)
+  if not failed.lost:find("its node", 1, true) then
+    failed.lost = ("%s; its node %s is %s"):format(failed.lost, failed.worker.node or "", state)
+  end
   if PREEMPTED[state] then
     verdict.kind = "preempted"
   end
@@ -274,6 +281,33 @@ function Round:stopped_elsewhere(verdict, saved)
   }
 end
 
+--- Why a worker that does not answer will not come back as it was, by what the cloud says of its node.
+---@private
+---@param worker ciranda.Worker
+---@return string?
+function Round:machine_gone(worker)
+  local now = uv.hrtime() / 1e9
+  local known = self.node_states[worker.node]
+  if not known or now - known.at > ANSWER_LASTS then
+    local ok, state, address = pcall(task.timeout, ASK_NODE, self.options.node_state, worker)
+    if not ok then
+      if not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
+        error(state, 0)
+      end
+      return nil
+    end
+    -- The address is that of the worker that was asked about.
+    known = { at = now, state = state, address = address, worker = worker }
+    self.node_states[worker.node] = known
+  end
+  if not RUNNING[known.state] then
+    return ("the machine does not answer, and its node %s is %s"):format(worker.node, known.state)
+  elseif known.worker == worker and known.address and known.address ~= worker.internal_address then
+    return ("the machine does not answer, and its node %s has others now"):format(worker.node)
+  end
+  return nil
+end
+
 --- Says how it ended.
 ---@private
 ---@param verdict ciranda.run.Cause
@@ -302,6 +336,13 @@ function Round:conclude(verdict, before)
   for _, outcome in ipairs(verdict.stopped) do
     asked_at = math.min(asked_at or math.huge, outcome.stopped_at or math.huge)
   end
+  local there, lost = {}, {}
+  for _, outcome in ipairs(failed and { failed, table.unpack(verdict.consequences) } or {}) do
+    lost[outcome.worker] = outcome.lost ~= nil
+  end
+  for _, worker in ipairs(self.options.fleet:workers()) do
+    there[#there + 1] = not lost[worker] and worker or nil
+  end
   local elsewhere = not failed and not self.stopping and #verdict.stopped > 0
   local preempted = not self.stopping and not elsewhere and self.steps:obeyed_a_signal()
   local saved
@@ -310,6 +351,7 @@ function Round:conclude(verdict, before)
       stopped = self.stopping ~= nil or elsewhere,
       obeyed = preempted,
       since = elsewhere and asked_at or nil,
+      there = there,
     })
   end
   if failed then
@@ -428,6 +470,9 @@ function Round:make_gang()
     journal = self.journal,
     environment = options.environment,
     environment_of = options.environment_of,
+    machine_gone = options.node_state and function(worker)
+      return worker.node and self:machine_gone(worker)
+    end,
     bundle = options.bundle,
     use_existing = options.use_existing,
     stage_timeout = options.stage_timeout,

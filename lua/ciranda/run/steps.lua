@@ -75,6 +75,12 @@ function Steps:obeyed_a_signal()
   return self.told_to_stop or self.sync_point ~= nil and self.sync_point >= (self.last_step or 0)
 end
 
+---@class ciranda.run.StepsEnd
+---@field stopped boolean it was asked to stop, by us or by others
+---@field since number? when others asked: seconds since 1970
+---@field obeyed boolean it says itself that a signal stopped it
+---@field there ciranda.Worker[] those that were not lost, which can be asked
+
 --- When a step's directory was made, by the newest of those who have it.
 ---@param listing ciranda.checkpoint.Listing
 ---@param step integer
@@ -89,11 +95,14 @@ end
 
 --- What is on disk, when nobody looked before the end.
 ---@private
----@param how { stopped: boolean, obeyed: boolean, since: number? }
+---@param how ciranda.run.StepsEnd
 ---@return integer? saved
 function Steps:tell_newest(how)
   local options = self.options
-  local listing = checkpoint.look(options.fleet, options.directory, { base = options.base })
+  local bucket = options.directory:match("^%a%w*://") -- it can be asked without any worker
+  local listing = (#how.there > 0 or bucket)
+      and checkpoint.look(options.fleet:select(how.there), options.directory, { base = options.base })
+    or { answered = 0 }
   if listing.answered == 0 then
     options.say("Last step on disk: nobody could be asked about %s", options.directory)
     return nil
@@ -126,8 +135,7 @@ end
 --- Says what is on disk after the end.
 ---@async
 ---@param watch ciranda.checkpoint.Watch? what was there before the signal
----@param how { stopped: boolean, obeyed: boolean, since: number? } stopped: it was asked to stop, by us or at `since`
----  by others (seconds since 1970); obeyed: it says itself that a signal stopped it
+---@param how ciranda.run.StepsEnd
 ---@return integer? saved the step that this stop has saved
 function Steps:tell(watch, how)
   local options = self.options

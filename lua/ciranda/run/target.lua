@@ -251,7 +251,9 @@ function M.of(slices, tpu, flags, progress)
       elseif not ok then
         error(node, 0)
       end
-      return node.state or "STATE_UNSPECIFIED"
+      local networks = math.max(1, #(node.networkConfigs or {}))
+      local endpoint = (node.networkEndpoints or {})[worker.index * networks + 1]
+      return node.state or "STATE_UNSPECIFIED", endpoint and endpoint.ipAddress
     end or nil,
     login = function()
       login(fleet)
