@@ -37,6 +37,40 @@ for _, flag in ipairs({
     help = "Seconds one worker may take until everything is there.",
   },
   {
+    name = "STAGE_TIMEOUT",
+    type = "duration",
+    help = "The same, in other units; it counts when both are given.",
+  },
+  {
+    name = "SETUP",
+    help = "What makes a machine ready, such as 'bash setup.sh': done in ~/RUN_NAME before COMMAND is started "
+      .. "anywhere, once a machine as long as SETUP and the directory sent are the same.",
+  },
+  { name = "SETUP_TIMEOUT", type = "duration", default = 1800, help = "Longest time SETUP may take." },
+  {
+    name = "KILL",
+    choices = { "mine", "all" },
+    help = "End who holds the accelerators: your own programs, or everybody's (else only what earlier runs left).",
+  },
+  {
+    name = "TAKE",
+    type = "boolean",
+    default = false,
+    help = "Take the workers from another run that has them, and end it there.",
+  },
+  {
+    name = "STRICT_FINGERPRINT",
+    type = "boolean",
+    default = false,
+    help = "Stop when jax, libtpu, Python or the kernel differ between workers (else that is a warning).",
+  },
+  {
+    name = "DEVICE_CHECK",
+    type = "boolean",
+    default = true,
+    help = "Stop when a worker's device files are not as many as its topology says.",
+  },
+  {
     name = "show",
     help = "Show these workers' output with a prefix: a node set such as slice[0-1]/worker0, or all.",
   },
@@ -125,6 +159,25 @@ local function make_bundle(context, run, command)
   return bundle.from_flags(context, ("%s/script_dir_zip_%s.tar.gz"):format(directory, run), command)
 end
 
+--- What staging is told by the flags.
+---@param flags table
+---@param run string
+---@param manifest ciranda.archive.Manifest?
+---@return table
+local function staging_of(flags, run, manifest)
+  return {
+    kill = flags.KILL,
+    take = flags.TAKE,
+    device_check = flags.DEVICE_CHECK,
+    strict_fingerprint = flags.STRICT_FINGERPRINT,
+    setup = flags.SETUP and {
+      command = flags.SETUP,
+      hash = require("ciranda.run.setup").hash(flags.SETUP, manifest, run),
+      timeout = flags.SETUP_TIMEOUT,
+    } or nil,
+  }
+end
+
 --- Runs it. Another recipe may run through this one: `context.flags` then has its flags, and `hooks.command(found)`
 --- makes the command once the fleet is known (nil: run nothing), `hooks.on_bytes` gets the pieces of the workers' logs,
 --- `hooks.ended(result)` may say something before the last line.
@@ -173,7 +226,8 @@ function M.run(context, hooks)
     checkpoint_directory = flags.CHECKPOINT_DIR or checkpoint.directory_in(command),
     grace = flags.GRACE,
     failure_grace = flags.FAILURE_GRACE,
-    stage_timeout = flags.SCP_TIMEOUT_SECS,
+    stage_timeout = flags.STAGE_TIMEOUT or flags.SCP_TIMEOUT_SECS,
+    staging = staging_of(flags, run, manifest),
     on_bytes = hooks and hooks.on_bytes,
     success = "Multihost runner finished successfully!",
   })

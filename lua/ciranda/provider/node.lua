@@ -76,6 +76,16 @@ local function type_of(config)
   return nil
 end
 
+--- Notes on each worker how many chips it has, where the slice's type says so.
+---@param slice ciranda.Slice
+local function count_chips(slice)
+  local ok, shape = pcall(topologies.of, { type = slice.accelerator, topology = slice.topology })
+  local share = ok and slice.accelerator and #slice.workers > 0 and shape.chips / #slice.workers
+  for _, worker in ipairs(slice.workers) do
+    worker.chips = share and math.tointeger(share) or nil
+  end
+end
+
 --- One slice from a node.
 ---@param node table a Node message
 ---@param index integer the slice's number
@@ -121,6 +131,7 @@ function M.slice(node, index, guest_attributes)
       pins = pins,
     }
   end
+  count_chips(slice)
   return slice
 end
 

@@ -42,6 +42,10 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field use_existing boolean? `directory` must be there already
 ---@field guard ciranda.run.Guard
 ---@field lost_after number? seconds without an answer after which the worker counts as lost (180)
+---@field lease ciranda.run.Lease? taken on the worker; without one nobody is asked
+---@field setup { command: string, hash: string }? staged with it
+---@field kill "mine"|"all"|nil whose processes may be ended that hold the accelerators, besides our earlier attempts'
+---@field device_check boolean? false: a wrong number of device files is no reason to stop
 ---@field on_phase fun()? the phase has changed
 
 ---@class ciranda.run.Guard
@@ -52,7 +56,11 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field worker ciranda.Worker
 ---@field phase string what staging is doing, for the message that names a laggard
 ---@field clock_offset number seconds the worker's clock is ahead of ours
----@field boot_id string?
+---@field clock_error number? seconds by which that may be wrong
+---@field started_at number? when the command was started, by the worker's clock
+---@field facts ciranda.run.Facts? what staging found there
+---@field claimed boolean? the worker was looked at and its lease taken
+---@field setup_done boolean? its SETUP had been done before
 ---@field received integer bytes of the log that have been handed on
 local Attempt = {}
 Attempt.__index = Attempt
@@ -170,6 +178,14 @@ end
 function Attempt:stage()
   self:persist(SHORT, "stage", function()
     staging.stage(self)
+  end)
+end
+
+--- The first half of staging: takes the lease and looks around.
+-- Raises what connecting raises; "busy" with `held` when another run has the worker.
+function Attempt:claim()
+  self:persist(SHORT, "stage", function()
+    staging.claim(self)
   end)
 end
 
@@ -295,6 +311,8 @@ function Attempt:go(seconds)
     return self:ask_guard("run %s")
   end)
   self:expect(answer, "starting the command")
+  local status = reply(answer.stdout)
+  self.started_at = status and type(status.started_at) == "number" and status.started_at or nil
   self:set_phase("running")
 end
 

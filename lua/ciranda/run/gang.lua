@@ -5,7 +5,9 @@
 -- again and the log is followed from where it was. When one worker fails, the others are stopped in order.
 local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
+local checks = require("ciranda.run.checks")
 local err = require("ciranda.io.error")
+local leases = require("ciranda.run.lease")
 local link_of = require("ciranda.fleet.link")
 local nodeset = require("ciranda.fleet.nodeset")
 local task = require("ciranda.task")
@@ -25,6 +27,8 @@ local CLOCKS = 0.05
 --- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
 --- its machine is gone.
 local LOOK_FOR_GONE, SILENT = 3, 6
+--- Seconds that the others may take to say who has them, when a gang is refused anyway.
+local LOOK = 20
 --- Bytes of a log's end that are kept for the search for the cause.
 local TAIL = 65536
 
@@ -40,6 +44,12 @@ local TAIL = 65536
 ---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? for one worker
 ---@field bundle ciranda.archive.Manifest?
 ---@field use_existing boolean?
+---@field lease ciranda.run.Lease? taken on every worker; without one nobody is asked whose they are
+---@field setup { command: string, hash: string, timeout: number? }? done on every machine before the start (1800 s)
+---@field kill "mine"|"all"|nil whose processes may be ended that hold the accelerators
+---@field device_check boolean?
+---@field strict_fingerprint boolean? different versions are a reason to stop
+---@field on_note fun(text: string)? something that a person should know
 ---@field stage_timeout number? seconds to stage one worker (600)
 ---@field go_timeout number? seconds to start all (120)
 ---@field lost_after number? seconds without an answer after which a worker is lost (180)
@@ -63,6 +73,8 @@ local TAIL = 65536
 ---@field members ciranda.run.GangMember[]
 ---@field options ciranda.run.GangOptions
 ---@field started boolean
+---@field skew { seconds: number, error: number, first: ciranda.Worker, last: ciranda.Worker }? how far apart the
+---  workers started, by their clocks
 ---@field stopping { grace: number, reason: string, at: number, wall: number, asked: boolean }? at: monotonic, wall:
 ---  since 1970, of the first request
 local Gang = {}
@@ -122,6 +134,10 @@ function M.new(options)
       use_existing = options.use_existing,
       guard = options.guard,
       lost_after = options.lost_after,
+      lease = options.lease,
+      setup = options.setup,
+      kill = options.kill,
+      device_check = options.device_check,
       on_phase = function()
         gang:tell()
       end,
@@ -181,19 +197,24 @@ function Gang:tell()
   end
 end
 
---- Runs `step` on every member with a deadline each; collects failures.
+--- Runs `step` on every member, or on some, with a deadline each; collects failures.
 ---@private
 ---@param seconds number
 ---@param step fun(member: ciranda.run.GangMember)
+---@param members ciranda.run.GangMember[]?
 ---@return { member: ciranda.run.GangMember, problem: any }[]
-function Gang:everyone(seconds, step)
+function Gang:everyone(seconds, step, members)
+  members = members or self.members
   local failures = {}
   local failed = task.event()
-  local left = #self.members
+  local left = #members
+  if left == 0 then
+    return failures
+  end
   local done = task.event()
   local scope <close> = task.scope()
   local children = {}
-  for _, member in ipairs(self.members) do
+  for _, member in ipairs(members) do
     children[#children + 1] = scope:spawn(function()
       local began = uv.hrtime()
       local ok, problem = pcall(task.timeout, seconds, step, member)
@@ -261,15 +282,17 @@ function Gang:refuse(failures, what, consequence)
     workers[place] = failure.member.worker
   end
   local deadline = err.is(first.problem, "deadline")
+  local reason = tostring(first.problem):gsub("%.$", "")
   err.raise({
     code = deadline and "deadline" or first.problem.code,
     op = what,
     target = nodeset.fold(workers),
-    message = ("%s could not be %s%s: %s. %s."):format(
+    message = ("%s could not be %s%s: %s%s%s."):format(
       nodeset.fold(workers),
       what,
       #failures > 1 and (" (%d workers; the first reason)"):format(#failures) or "",
-      tostring(first.problem):gsub("%.$", ""),
+      reason,
+      reason:find("\n", 1, true) and "\n" or ". ",
       consequence
     ),
     cause = first.problem,
@@ -277,22 +300,66 @@ function Gang:refuse(failures, what, consequence)
   })
 end
 
---- Stages every worker: connection, guard, bundle, directory. Nothing is started.
--- Raises when one cannot be staged: its own error's code, or "deadline"; the message names it and why.
-function Gang:stage()
-  local first = self.members[1]
-  -- One connection first: a wrong key is told once, and a passphrase is asked for once.
-  local ok, problem = pcall(function()
-    first.attempt:set_phase("connecting")
-    first.attempt.link:connection()
-  end)
-  if not ok then
-    if not err.is(problem) or err.is(problem, "cancelled") then
-      error(problem, 0)
-    end
-    self:refuse({ { member = first, problem = problem } }, "staged", "Nothing was started")
+--- The links of all members.
+---@private
+---@return ciranda.fleet.Link[]
+function Gang:links()
+  local links = {}
+  for place, member in ipairs(self.members) do
+    links[place] = member.attempt.link
   end
-  local failures = self:everyone(self.options.stage_timeout or 600, function(member)
+  return links
+end
+
+--- Says what a person should know.
+---@private
+function Gang:tell_note(text)
+  if self.options.on_note then
+    self.options.on_note(text)
+  end
+end
+
+--- When other runs have workers, who has the others is asked too, so that the message is about all of them.
+---@private
+---@param failures { member: ciranda.run.GangMember, problem: any }[]
+function Gang:refuse_held(failures)
+  local held, asked = {}, {}
+  for _, failure in ipairs(failures) do
+    if type(failure.problem) == "table" and failure.problem.held then
+      held[failure.member.worker] = failure.problem.held
+    end
+  end
+  if not next(held) then
+    return
+  end
+  for _, member in ipairs(self.members) do
+    if not held[member.worker] then
+      asked[#asked + 1] = member
+    end
+  end
+  -- Who cannot be asked is left out; what is known is reason enough.
+  self:everyone(LOOK, function(member)
+    local holders = self.options.lease:look(member.attempt.link)
+    held[member.worker] = #holders > 0 and holders or nil
+  end, asked)
+  local problem = leases.error(held)
+  problem.message = problem.message .. ". Nothing was started on any worker."
+  error(problem, 0)
+end
+
+--- Stages and sets up; `stage` says what is done when it fails.
+---@private
+function Gang:stage_all()
+  local options = self.options
+  local seconds = options.stage_timeout or 600
+  local nothing = "Nothing was started on any worker"
+  -- One worker first: a wrong key is told once, a passphrase is asked for once, and of two gangs one goes on.
+  local failures = self:everyone(seconds, function(member)
+    member.attempt:claim()
+  end, { self.members[1] })
+  self:refuse_held(failures)
+  self:refuse(failures, "staged", nothing)
+  failures = self:everyone(seconds, function(member)
     member.attempt:stage()
     self:note("staged", {
       slice = member.worker.slice,
@@ -300,7 +367,92 @@ function Gang:stage()
       clock_offset = member.attempt.clock_offset,
     })
   end)
-  self:refuse(failures, "staged", "Nothing was started on any worker")
+  self:refuse_held(failures)
+  self:refuse(failures, "staged", nothing)
+  if options.lease then
+    local void = {}
+    for _, member in ipairs(self.members) do
+      void[member.worker] = member.attempt.facts.void
+    end
+    for _, line in ipairs(leases.void_lines(void)) do
+      self:tell_note(line)
+    end
+  end
+  if options.setup then
+    self:set_up()
+  end
+  local list = {}
+  for place, member in ipairs(self.members) do
+    list[place] = { worker = member.worker, facts = member.attempt.facts }
+  end
+  local odd = checks.odd_ones(list)
+  if #odd > 0 and options.strict_fingerprint then
+    err.raise({
+      code = "precondition",
+      op = "stage",
+      message = ("the workers are not the same: %s. %s."):format(table.concat(odd, "; "), nothing),
+    })
+  end
+  for _, line in ipairs(odd) do
+    self:tell_note("Warning: " .. line)
+  end
+end
+
+--- Does the SETUP where it has not been done yet.
+---@private
+function Gang:set_up()
+  local setups = require("ciranda.run.setup")
+  local options = self.options
+  local timeout = options.setup.timeout or 1800
+  local directory = setups.directory(options.journal, options.id)
+  local members = {}
+  for _, member in ipairs(self.members) do
+    if not member.attempt.setup_done then
+      members[#members + 1] = member
+    end
+  end
+  local began = uv.hrtime()
+  -- Its own deadline comes first; this one is for a worker that is gone.
+  local failures = self:everyone(timeout + 180, function(member)
+    setups.run(member.attempt, timeout, directory)
+  end, members)
+  self:refuse(failures, "set up", "COMMAND was started on no worker")
+  self:tell_note(
+    ("SETUP: done on %d worker%s%s"):format(
+      #members,
+      #members == 1 and "" or "s",
+      #members == 0 and ", had been done on all before"
+        or (" in %.1f s%s"):format(
+          (uv.hrtime() - began) / 1e9,
+          #members < #self.members and (", had been done on %d before"):format(#self.members - #members) or ""
+        )
+    )
+  )
+end
+
+--- Stages every worker: lease, connection, checks, guard, bundle, directory, SETUP. Nothing is started.
+-- Raises when one cannot be staged: its own error's code, or "deadline"; the message names it and why. The leases are
+-- given back then.
+function Gang:stage()
+  local lease = self.options.lease
+  local scope <close> = task.scope()
+  local keeper = lease
+    and scope:spawn(function()
+      while true do
+        task.sleep(leases.RENEW)
+        lease:renew(self:links())
+      end
+    end)
+  local ok, problem = pcall(self.stage_all, self)
+  if keeper then
+    keeper:cancel("staged")
+  end
+  if not ok then
+    if lease then
+      task.shield(lease.release, lease, self:links())
+    end
+    error(problem, 0)
+  end
 end
 
 --- Takes up an attempt that an earlier runner started: nothing is staged, and what was started is not started again.
@@ -344,6 +496,14 @@ function Gang:go()
   if #failures > 0 then
     self:stop_all(self.options.failure_grace or 30, "another worker could not be started")
     self:refuse(failures, "started", "The others were stopped")
+  end
+  local attempts = {}
+  for place, member in ipairs(self.members) do
+    attempts[place] = member.attempt
+  end
+  self.skew = checks.skew(attempts)
+  if self.skew then
+    self:note("started", { skew_ms = self.skew.seconds * 1000, error_ms = self.skew.error * 1000 })
   end
 end
 

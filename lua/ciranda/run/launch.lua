@@ -6,6 +6,7 @@ local budgets = require("ciranda.run.budget")
 local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
 local known = require("ciranda.run.known")
+local leases = require("ciranda.run.lease")
 local rounds = require("ciranda.run.round")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -33,6 +34,8 @@ local M = {}
 ---@field stage_timeout number? (600)
 ---@field node_state (fun(worker: ciranda.Worker): string, string?)? the state of a worker's node, "gone" when there is
 ---  none, and the worker's internal address now
+---@field staging { take: boolean?, kill: "mine"|"all"|nil, setup: table?, device_check: boolean?,
+---  strict_fingerprint: boolean? }? see `ciranda.run.gang`
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field success string? the line that says that all is well
 ---@field restarts { user: integer?, infra: integer?, preempted: integer? }? further attempts, by how the last one ended
@@ -102,11 +105,22 @@ local function run_attempt(options, journal, series)
     grace = options.grace,
     failure_grace = options.failure_grace,
     restarts = options.restarts,
+    staging = options.staging,
     bundle = remembered_bundle(options.bundle),
     environment = options.environment,
     chips = options.chips,
   })
   return round:run()
+end
+
+---@param fleet ciranda.Fleet
+---@return ciranda.fleet.Link[]
+local function links_of(fleet)
+  local links = {}
+  for place, worker in ipairs(fleet:workers()) do
+    links[place] = fleet:link(worker)
+  end
+  return links
 end
 
 --- What the budgets know: how the attempts of this run have ended so far.
@@ -175,8 +189,23 @@ end
 ---@return ciranda.run.LaunchResult
 local function continue(options, journal, result)
   local given = options.fleet
+  local lease = leases.new(options.run, journal)
+  local idle = true -- nothing runs on the workers, or what runs there is no longer ours
+  local scope <close> = task.scope()
+  local keeper = scope:spawn(function()
+    while true do
+      task.sleep(leases.RENEW)
+      if idle then
+        lease:renew(links_of(options.fleet))
+      end
+    end
+  end)
   local finally <close> = setmetatable({}, {
     __close = function()
+      keeper:cancel("the run is over")
+      if idle and result.kind ~= "detached" then
+        lease:release(links_of(options.fleet))
+      end
       if options.fleet ~= given then
         options.fleet:close()
       end
@@ -214,7 +243,9 @@ local function continue(options, journal, result)
       end
     end
     options.further = true
+    idle = false
     result = run_attempt(options, journal, last.series)
+    idle = true
   end
   return result
 end
@@ -265,6 +296,7 @@ function M.attach(options)
     grace = options.grace or last.grace,
     failure_grace = last.failure_grace,
     restarts = last.restarts,
+    staging = last.staging,
     connection = last.connection,
     cloud = last.cloud,
     environment = last.environment,

@@ -6,6 +6,7 @@ local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
+local leases = require("ciranda.run.lease")
 local logs_of = require("ciranda.run.logs")
 local nodeset = require("ciranda.fleet.nodeset")
 local output = require("ciranda.run.output")
@@ -460,6 +461,7 @@ end
 ---@return ciranda.run.Gang
 function Round:make_gang()
   local options = self.options
+  local staging = options.staging or {}
   return gangs.new({
     fleet = options.fleet,
     run = options.run,
@@ -477,6 +479,14 @@ function Round:make_gang()
     use_existing = options.use_existing,
     stage_timeout = options.stage_timeout,
     failure_grace = options.failure_grace,
+    lease = leases.new(options.run, self.journal, staging.take),
+    setup = staging.setup,
+    kill = staging.kill,
+    device_check = staging.device_check,
+    strict_fingerprint = staging.strict_fingerprint,
+    on_note = function(text)
+      self:say("%s", text)
+    end,
     on_change = function(gang)
       self:status_line(gang)
     end,
@@ -544,6 +554,14 @@ function Round:run()
   self.running = true
   if not self:try("infra", "those that were started were stopped", gang.go, gang) then
     return self.result
+  end
+  if gang.skew and #gang.members > 1 then
+    self:say(
+      "Started on %d workers within %.0f ms, by their clocks (known to %.0f ms)",
+      #gang.members,
+      gang.skew.seconds * 1000,
+      gang.skew.error * 1000
+    )
   end
   return self:finish(gang)
 end

@@ -1,17 +1,22 @@
 --- Staging: everything an attempt needs on its worker, so that one small command starts it.
 --
 -- Two commands and, the first time, the guard: what is there already is not sent. Every step may be done again after a
--- lost connection; what arrives is checked there (size, SHA-256) and takes its name by rename. Scripts are one line for
--- `sh -c`, whatever the login shell is.
+-- lost connection; what arrives is checked there (size, SHA-256) and takes its name by rename. What is looked at before
+-- is in `probe`, what is refused in `checks` and `holders`.
+local checks = require("ciranda.run.checks")
 local err = require("ciranda.io.error")
-local link_of = require("ciranda.fleet.link")
+local holders = require("ciranda.run.holders")
+local probe = require("ciranda.run.probe")
 local tar = require("ciranda.fleet.tar")
 local uv = require("luv")
+local worker_script = require("ciranda.run.worker_script")
 
 local M = {}
 
 --- Where everything of ours is on a worker, below the login directory.
 M.ROOT = require("ciranda.fleet.signal").ROOT
+--- Where the SETUPs are, by hash; no run can have this name.
+M.SETUP = M.ROOT .. "/.setup"
 
 --- Bundles kept on a worker, newest first; the others make room.
 local BUNDLES_KEPT = 3
@@ -21,23 +26,6 @@ local PIECE, SHARED = 262144, 67108864
 local UNPACK, SLOWEST = 600, 10000
 --- Seconds between TERM and KILL for an earlier attempt that is still running.
 local EARLIER_GRACE = 30
-
-local PROBE = [[
-umask 022;
-mkdir -p {root}/bin {root}/bundles {root}/{run} && chmod 700 {root} || exit 1;
-echo ciranda-probe;
-echo "now=$(date +%s.%N)";
-echo "machine=$(uname -m)";
-[ -x {guard} ] && echo "guard=$(wc -c < {guard})";
-[ -f {bundle} ] && echo "bundle=yes";
-[ -d {path} ] && echo "attempt=yes";
-df -Pk . | { read -r _; read -r _ _ _ free _; echo "free_kb=$free"; };
-for started in {root}/*/*/started; do
-attempt=${started%/started};
-if [ -d "$started" ] && [ ! -e "$attempt/exit" ] && [ ! -e "$attempt/forgotten" ] && [ "$attempt" != {path} ];
-then echo "running=$attempt"; fi;
-done;
-exit 0]]
 
 local STORE_GUARD = [[
 umask 077; cat > {part} && [ $(wc -c < {part}) -eq {size} ] && chmod 700 {part} && mv -f {part} {guard}
@@ -66,31 +54,21 @@ mkdir -p {directory} || exit 1;]]
 local PLACE_BUNDLE = [[
 tar -xzpf {bundle} --no-same-owner -C {directory} || exit 1;]]
 
+local DROP_SETUP = [[
+rm -rf {setup};]]
+
+local PLACE_SETUP = [[
+mkdir -p {setup_parent} || exit 1; [ -d {setup} ] || mv $new/setup {setup} || exit 1; rm -rf $new/setup;]]
+
+-- The guard touches `alive` as long as the command runs: so it keeps the lease alive.
+local PLACE_LEASE = [[
+ln -s $mine $new/alive;]]
+
 -- The attempt's directory appears whole, by rename; a second time it is there already.
 local PLACE_ATTEMPT = [[
 [ -d {path} ] || mv $new {path} || exit 1;
 [ "$(cat {path}/worker)" = "{worker}" ] || {
 echo "this home directory is also that of $(cat {path}/worker); every worker needs its own" >&2; exit 1; }]]
-
---- Fills `{name}` in a template and makes one line of it (csh cannot have a newline inside quotes).
----@param template string
----@param values table<string, any>
----@return string
-local function fill(template, values)
-  return (
-    template
-      :gsub("{(%l[%l%d_]*)}", function(name)
-        return tostring(values[name])
-      end)
-      :gsub("\n", " ")
-  )
-end
-
----@return number seconds since 1970
-local function wall()
-  local seconds, microseconds = uv.gettimeofday()
-  return seconds + microseconds / 1e6
-end
 
 ---@param attempt ciranda.run.Attempt
 ---@return string
@@ -112,38 +90,16 @@ local function names(attempt)
     bundle = ("%s/bundles/%s.tar.gz"):format(M.ROOT, bundle and bundle.archive_sha256 or "none"),
     directory = attempt.directory,
     worker = owner_of(attempt),
+    setup_parent = M.SETUP,
+    setup = M.SETUP .. "/" .. (attempt.setup and attempt.setup.hash or "none"),
   }
-end
-
---- Asks the worker what is there, and makes our directories.
----@param attempt ciranda.run.Attempt
----@return table<string, string> facts, string[] running paths of earlier attempts that have not ended
-local function probe(attempt)
-  local sent = wall()
-  local answer = attempt:expect(attempt:shell(fill(PROBE, names(attempt))), "looking around")
-  local received = wall()
-  local facts, running = {}, {}
-  -- A shell's start-up file may print things of its own before the marker.
-  local text = answer.stdout:match("ciranda%-probe\n(.*)$") or ""
-  for name, value in text:gmatch("(%l[%l_]*)=([^\n]*)") do
-    if name == "running" then
-      running[#running + 1] = value
-    else
-      facts[name] = value
-    end
-  end
-  local there = tonumber(facts.now)
-  if there then
-    attempt.clock_offset = there - (sent + received) / 2
-  end
-  return facts, running
 end
 
 ---@param attempt ciranda.run.Attempt
 local function push_guard(attempt)
   local values = names(attempt)
   values.part, values.size = attempt.guard_path .. "." .. attempt.part, #attempt.guard.bytes
-  local answer = attempt:shell(fill(STORE_GUARD, values), { stdin = attempt.guard.bytes })
+  local answer = attempt:shell(worker_script.fill(STORE_GUARD, values), { stdin = attempt.guard.bytes })
   attempt:expect(answer, "sending the guard")
 end
 
@@ -165,13 +121,19 @@ local function directory_archive(attempt)
   end
   table.sort(variables)
   local pieces = {}
-  for _, file in ipairs({
-    { "command", attempt.command .. "\n" },
-    { "cwd", attempt.directory .. "\n" },
-    { "environment", table.concat(variables) },
-    { "worker", owner_of(attempt) .. "\n" },
-  }) do
-    pieces[#pieces + 1] = file_header(file[1], #file[2]) .. file[2] .. tar.padding(#file[2])
+  local function add(prefix, command)
+    for _, file in ipairs({
+      { "command", command .. "\n" },
+      { "cwd", attempt.directory .. "\n" },
+      { "environment", table.concat(variables) },
+      { "worker", owner_of(attempt) .. "\n" },
+    }) do
+      pieces[#pieces + 1] = file_header(prefix .. file[1], #file[2]) .. file[2] .. tar.padding(#file[2])
+    end
+  end
+  add("", attempt.command)
+  if attempt.setup then
+    add("setup/", attempt.setup.command)
   end
   return table.concat(pieces)
 end
@@ -241,49 +203,32 @@ local function archive_of(attempt, with_bundle)
   end
 end
 
---- Unpacks the bundle, sent or kept, over what is there and makes the attempt's directory.
+--- Unpacks the bundle, sent or kept, over what is there and makes the attempt's directory, and that of its SETUP.
 ---@param attempt ciranda.run.Attempt
 ---@param with_bundle boolean the bundle has to be sent
-local function place(attempt, with_bundle)
+---@param drop_setup boolean what there is of its SETUP has failed
+local function place(attempt, with_bundle, drop_setup)
   local values = names(attempt)
   values.sha256 = attempt.bundle and attempt.bundle.archive_sha256
   values.first_old = BUNDLES_KEPT + 1
-  local script = RECEIVE
+  local script = (attempt.lease and worker_script.LOCATE or "")
+    .. RECEIVE
     .. (with_bundle and STORE_BUNDLE or "")
     .. (attempt.use_existing and PLACE_EXISTING or PLACE_NEW)
     .. (attempt.bundle and PLACE_BUNDLE or "")
+    .. (drop_setup and DROP_SETUP or "")
+    .. (attempt.setup and PLACE_SETUP or "")
+    .. (attempt.lease and PLACE_LEASE or "")
     .. PLACE_ATTEMPT
-  local answer = attempt:shell(fill(script, values), {
+  local answer = attempt:shell(worker_script.fill(script, values), {
     stdin = archive_of(attempt, with_bundle),
     timeout = UNPACK + (with_bundle and attempt.bundle.archive_size / SLOWEST or 0),
   })
   attempt:expect(answer, "making the attempt")
 end
 
---- Refuses a worker that cannot take the attempt.
 ---@param attempt ciranda.run.Attempt
----@param facts table<string, string>
-local function check(attempt, facts)
-  local title = link_of.title(attempt.worker)
-  local function refuse(code, format, ...)
-    err.raise({ code = code, op = "stage", target = title, message = format:format(title, ...) })
-  end
-  if facts.machine and facts.machine ~= "x86_64" and not os.getenv("CIRANDA_GUARD") then
-    refuse(
-      "unsupported",
-      "%s is a %s machine, and the guard that this program carries is for x86_64; let CIRANDA_GUARD name one for it",
-      facts.machine
-    )
-  end
-  local needed = attempt.bundle and (attempt.bundle.size + attempt.bundle.archive_size) // 1024 or 0
-  local free = math.tointeger(tonumber(facts.free_kb))
-  if free and free < needed then
-    refuse("no_space", "%s has %d MB of disk left, and the bundle needs %d MB", free // 1024, needed // 1024)
-  end
-end
-
----@param attempt ciranda.run.Attempt
----@param facts table<string, string>
+---@param facts ciranda.run.Facts
 local function provide_guard(attempt, facts)
   if math.tointeger(tonumber(facts.guard)) ~= #attempt.guard.bytes then
     attempt:set_phase("sending the guard")
@@ -291,14 +236,15 @@ local function provide_guard(attempt, facts)
   end
 end
 
---- Finds an attempt that was staged earlier, by a runner that may have carried another guard. Stages nothing.
+--- Finds an attempt that was staged earlier, by a runner that may have carried another guard. Stages nothing; takes the
+--- lease, unless another run has got it since.
 ---@param attempt ciranda.run.Attempt
 ---@return boolean there
 function M.rejoin(attempt)
   attempt:set_phase("connecting")
   attempt.link:connection()
   attempt:set_phase("looking around")
-  local facts = probe(attempt)
+  local facts = probe.run(attempt, names(attempt), "join")
   if facts.attempt ~= "yes" then
     return false
   end
@@ -307,27 +253,76 @@ function M.rejoin(attempt)
   return true
 end
 
---- Stages an attempt.
+--- Connects, takes the lease and looks around: the first half of staging, after which the worker is ours.
 ---@param attempt ciranda.run.Attempt
--- Raises what connecting raises; "no_space", "permission", "unsupported", "failed" with the worker's own words.
-function M.stage(attempt)
+-- Raises what connecting raises; "busy" with `held` when another run has the worker.
+function M.claim(attempt)
   attempt:set_phase("connecting")
   attempt.link:connection()
   attempt:set_phase("looking around")
-  local facts, running = probe(attempt)
-  check(attempt, facts)
-  provide_guard(attempt, facts)
-  for _, path in ipairs(running) do
+  attempt.facts = probe.run(attempt, names(attempt), "take")
+  attempt.claimed = true
+end
+
+--- Ends what earlier attempts of ours still run, and what else may be ended of those who hold the accelerators.
+---@param attempt ciranda.run.Attempt
+---@param facts ciranda.run.Facts
+local function make_free(attempt, facts)
+  for _, path in ipairs(facts.running) do
     attempt:set_phase(("ending the earlier attempt %s"):format(path))
     attempt:end_earlier(path, EARLIER_GRACE)
   end
+  if #facts.holders > 0 then
+    attempt:set_phase("waiting for the accelerators")
+    facts.lock_file = holders.free(attempt, M.ROOT, attempt.kill)
+    checks.lock_file(attempt, facts)
+  end
+end
+
+--- What there is of the attempt's SETUP.
+---@param attempt ciranda.run.Attempt
+---@param facts ciranda.run.Facts
+---@return boolean done, boolean drop it has failed, and is done again
+local function setup_state(attempt, facts)
+  if not attempt.setup or not facts.setup or facts.setup == "running" then
+    return false, false
+  end
+  local status = facts.setup:match('"status":(%d+)')
+  if facts.setup == "stale" then
+    attempt:end_earlier(names(attempt).setup, EARLIER_GRACE)
+  end
+  return status == "0", status ~= "0"
+end
+
+--- Stages an attempt.
+---@param attempt ciranda.run.Attempt
+-- Raises what `claim` raises; "no_space", "permission", "unsupported", "precondition", "busy", "failed" with the
+-- worker's own words.
+function M.stage(attempt)
+  if not attempt.claimed then
+    M.claim(attempt)
+  end
+  attempt.claimed = false -- when the connection breaks from here on, all is looked at anew
+  local facts = attempt.facts
+  checks.worker(attempt, facts)
+  holders.check(attempt, facts, attempt.kill)
+  provide_guard(attempt, facts)
+  make_free(attempt, facts)
   local with_bundle = attempt.bundle ~= nil and facts.bundle ~= "yes"
+  local done, drop = setup_state(attempt, facts)
+  attempt.setup_done = done
   attempt:set_phase(
     with_bundle and ("sending the bundle (%d kB)"):format(attempt.bundle.archive_size // 1000)
       or "making the attempt"
   )
-  place(attempt, with_bundle)
+  place(attempt, with_bundle, drop)
   attempt:set_phase("staged")
+end
+
+--- Asks again for the versions on a worker, which its SETUP may have changed.
+---@param attempt ciranda.run.Attempt
+function M.fingerprint(attempt)
+  probe.fingerprint(attempt, names(attempt), attempt.facts)
 end
 
 return M

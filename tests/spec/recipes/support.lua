@@ -27,7 +27,13 @@ function M.place(slices, workers)
   local hosts, known = {}, {}
   for slice = 0, slices - 1 do
     for worker = 0, workers - 1 do
-      local server = ssh.server()
+      -- All servers are on one machine: each worker has its own place for devices, lock and lease.
+      local own = ("%s/worker-%d-%d"):format(place.root, slice, worker)
+      fs.mkdir(own)
+      fs.chmod(own, 511)
+      local server = ssh.server({
+        config = { ('SetEnv "CIRANDA_GUARD_OPTIONS=--devices %s/accel --lock %s/lock"'):format(own, own) },
+      })
       place.servers[slice .. "/" .. worker] = server
       place.user = server.user
       hosts[#hosts + 1] = ("%s slice=%d worker=%d port=%d"):format(server.address, slice, worker, server.port)
@@ -75,7 +81,8 @@ function Place:start(recipe, arguments, options)
   words.env = self:env(options.env)
   -- Programs run side by side: each has files of its own.
   self.started = (self.started or 0) + 1
-  local out, errors = ("%s/out.%d"):format(self.root, self.started), ("%s/err.%d"):format(self.root, self.started)
+  local out, errors =
+    ("%s/out.%d"):format(self.root, self.started), ("%s/err.%d"):format(self.root, self.started)
   words.stdout = assert(uv.fs_open(out, "w", 384))
   words.stderr = assert(uv.fs_open(errors, "w", 384))
   local program = process.spawn(words)

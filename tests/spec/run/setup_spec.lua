@@ -1,0 +1,156 @@
+local journals = require("ciranda.run.journal")
+local setup = require("ciranda.run.setup")
+local task = require("ciranda.task")
+
+local gangs = dofile("tests/fixtures/fleet/gangs.lua")
+
+describe("run.setup", function()
+  local place
+
+  after_each(function()
+    place:close()
+  end)
+
+  local function gang(command, options)
+    options = options or {}
+    options.setup = {
+      command = command,
+      hash = setup.hash(command, options.content and { archive_sha256 = options.content }, "r1"),
+      timeout = options.timeout,
+    }
+    options.content, options.timeout = nil, nil
+    return place:gang(options.run or "r1", "echo went >> ../went", options)
+  end
+
+  it("runs once a machine, before the start, in the run's directory, whatever attempt or run asks", function()
+    place = gangs.place(1, 2)
+    local one = gang("echo in $PWD as $CIRANDA_WORKER_ID >> ../did; [ ! -e ../went ]")
+    one:stage()
+    one:go()
+    assert.equal(0, one:watch().status)
+    assert.equal(("in %s/r1 as 1\n"):format(place.machines["0.1"].home), place:read("0.1", "did"))
+    assert.matches("SETUP: done on 2 workers in ", one.notes[1], 1, true)
+    one.options.lease:release(one:links())
+    local second = gang("echo in $PWD as $CIRANDA_WORKER_ID >> ../did; [ ! -e ../went ]", { run = "r2" })
+    local before = #place.machines["0.1"].commands
+    second:stage()
+    assert.equal("SETUP: done on 0 workers, had been done on all before", second.notes[1])
+    assert.equal(before + 2, #place.machines["0.1"].commands)
+    assert.equal(1, select(2, place:read("0.1", "did"):gsub("\n", "")))
+  end)
+
+  it("runs again when SETUP or the bundle is another", function()
+    place = gangs.place(1, 1)
+    assert.not_equal(setup.hash("a", nil, "r1"), setup.hash("b", nil, "r1"))
+    assert.not_equal(
+      setup.hash("a", { archive_sha256 = "1" }, "r1"),
+      setup.hash("a", { archive_sha256 = "2" }, "r1")
+    )
+    assert.equal(
+      setup.hash("a", { archive_sha256 = "1" }, "r1"),
+      setup.hash("a", { archive_sha256 = "1" }, "r2")
+    )
+    for _, content in ipairs({ "1", "1", "2" }) do
+      gang("echo did >> ../did", { content = content }):stage()
+    end
+    assert.equal("did\ndid\n", place:read("0.0", "did"))
+  end)
+
+  it("names worker, status and the end of the log of one that fails, and starts nobody", function()
+    place = gangs.place(1, 2)
+    local command =
+      "echo first; for i in $(seq 30); do echo line $i; done; [ $CIRANDA_WORKER_ID = 0 ] || exit 3"
+    local e = place:refused(gang(command))
+    assert.equal("failed", e.code)
+    assert.matches("slice0/worker1 could not be set up: ", e.message, 1, true)
+    assert.matches(
+      "SETUP on slice 0 worker 1 (0.1) ended with exit status 3; the end of its log:\n  line 11\n",
+      e.message,
+      1,
+      true
+    )
+    assert.matches("  line 30\nCOMMAND was started on no worker.", e.message, 1, true)
+    assert.is_nil(e.message:find("line 10\n", 1, true))
+    assert.is_nil(place:read("0.0", "went"))
+    assert.is_nil(place:read("0.0", "ciranda_lease.tester"))
+  end)
+
+  it("runs again what has failed", function()
+    place = gangs.place(1, 1)
+    local command = "echo did >> ../did; [ -e ../fixed ]"
+    place:refused(gang(command))
+    place:write("0.0", "fixed", "")
+    gang(command):stage()
+    gang(command):stage()
+    assert.equal("did\ndid\n", place:read("0.0", "did"))
+  end)
+
+  it("has a deadline of its own, after which it is stopped", function()
+    place = gangs.place(1, 1)
+    local e = place:refused(gang("echo waiting; sleep 600", { timeout = 1 }))
+    assert.equal("deadline", e.code)
+    assert.matches(
+      "had not ended after 1 s (--SETUP_TIMEOUT) and was stopped; the end of its log:\n  waiting",
+      e.message,
+      1,
+      true
+    )
+    for _, line in pairs(place.machines["0.0"]:processes()) do
+      assert.is_nil(line:find("sleep 600", 1, true))
+    end
+  end)
+
+  it("takes up one that still runs, and runs it once through a cut connection", function()
+    place = gangs.place(1, 1)
+    local command = "echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done; echo finished"
+    local one = gang(command)
+    local ok = pcall(task.timeout, 3, one.stage, one)
+    assert.is_false(ok)
+    place.wait(function()
+      return place:read("0.0", "did")
+    end)
+    local cuts = 0
+    place.machines["0.0"].cut = function(sent)
+      if sent:find("follow .ciranda/.setup", 1, true) and cuts < 2 then
+        cuts = cuts + 1
+        place:write("0.0", "finish", "")
+        return "before"
+      end
+    end
+    gang(command):stage()
+    assert.equal(2, cuts)
+    assert.equal("did\n", place:read("0.0", "did"))
+  end)
+
+  it("runs again what the machine's end has cut off", function()
+    place = gangs.place(1, 1)
+    local command = "echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done"
+    local one = gang(command)
+    pcall(task.timeout, 3, one.stage, one)
+    place.wait(function()
+      return place:read("0.0", "did")
+    end)
+    place.machines["0.0"]:reboot()
+    place:write("0.0", "finish", "")
+    gang(command):stage()
+    assert.equal("did\ndid\n", place:read("0.0", "did"))
+  end)
+
+  it("brings the log home", function()
+    place = gangs.place(1, 1)
+    local old = os.getenv("XDG_STATE_HOME")
+    local uv = require("luv")
+    uv.os_setenv("XDG_STATE_HOME", place.root)
+    local journal <close> = journals.open("r1")
+    gang("printf 'a\\n\\000b'", { journal = journal }):stage()
+    local file =
+      assert(io.open(setup.log_path(journal.directory .. "/0001-abcdef", place.slices[1].workers[1])))
+    assert.equal("a\n\0b", file:read("a"))
+    file:close()
+    if old then
+      uv.os_setenv("XDG_STATE_HOME", old)
+    else
+      uv.os_unsetenv("XDG_STATE_HOME")
+    end
+  end)
+end)
