@@ -126,7 +126,7 @@ describe("multihost_runner on real sshds", function()
   it("loses nothing to kill -9 of the runner: attach brings the rest and the status", function()
     local running = place:start("multihost_runner", {
       "--RUN_NAME=" .. place:name("r6"),
-      "--COMMAND=echo run >> runs; for i in $(seq 40); do echo line $i; sleep 0.05; done; exit 3",
+      "--COMMAND=echo run >> runs; for i in $(seq 40); do echo line $i; sleep 0.05; done; sleep 2; exit 3",
     })
     place:log_has(place:name("r6"), 0, 0, "line 5\n")
     uv.kill(running.program.pid, "sigkill")
