@@ -225,15 +225,45 @@ local function subject_in(text, format, context)
   return (text:gsub("%s+$", ""))
 end
 
+--- What to do about a source of subject tokens that is not supported.
+local INSTEAD = "; give a token that another program gets, such as `gcloud auth print-access-token`, in the file that "
+  .. "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE names, or use a service account's key (GOOGLE_APPLICATION_CREDENTIALS)"
+
+--- Refuse a source of subject tokens by name, before anything is asked.
+---@return table source
+local function check_source(data, context)
+  local source = data.credential_source
+  local aws = type(source) == "table" and source.environment_id
+  if aws or data.subject_token_type == "urn:ietf:params:aws:token-type:aws4_request" then
+    fail(
+      "unsupported",
+      context,
+      "its subject tokens come from AWS%s, which is not supported%s",
+      aws and (" (environment_id '%s')"):format(tostring(aws)) or "",
+      INSTEAD
+    )
+  elseif type(source) ~= "table" then
+    fail("auth", context, "the field 'credential_source' is missing")
+  elseif source.certificate then
+    fail("unsupported", context, "its credential_source is a certificate, which is not supported%s", INSTEAD)
+  elseif source.executable then
+    if context.config.env("GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES") ~= "1" then
+      fail(
+        "auth",
+        context,
+        "its subject token comes from a program (%s); when you trust it, set "
+          .. "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES=1",
+        tostring(type(source.executable) == "table" and source.executable.command)
+      )
+    end
+  elseif not source.file and not source.url then
+    fail("unsupported", context, "its credential_source is neither file, url nor executable%s", INSTEAD)
+  end
+  return source
+end
+
 --- Run the executable of a credential source and read its answer.
 local function subject_from_executable(source, data, context)
-  if context.config.env("GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES") ~= "1" then
-    fail(
-      "auth",
-      context,
-      "its subject token comes from a program, which GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES=1 allows"
-    )
-  end
   local command = field(source, "command", context)
   local result = process.run {
     "/bin/sh",
@@ -264,19 +294,8 @@ end
 
 --- The subject token of an external account.
 local function subject_token(data, context)
-  local source = data.credential_source
-  if type(source) ~= "table" then
-    fail("auth", context, "the field 'credential_source' is missing")
-  end
-  local token
-  if source.environment_id then
-    fail(
-      "unsupported",
-      context,
-      "subject tokens of AWS (environment_id '%s') are not supported",
-      tostring(source.environment_id)
-    )
-  elseif source.file then
+  local source, token = data.credential_source, nil
+  if source.file then
     token = subject_in(fs.read(source.file, 1 << 20), source.format, context)
   elseif source.url then
     local response = http.get(source.url, { headers = source.headers, timeout = 30 })
@@ -290,14 +309,8 @@ local function subject_token(data, context)
       )
     end
     token = subject_in(response.body, source.format, context)
-  elseif source.executable then
-    token = subject_from_executable(source.executable, data, context)
   else
-    fail(
-      "unsupported",
-      context,
-      "its credential_source is neither file, url nor executable (certificates are not supported)"
-    )
+    token = subject_from_executable(source.executable, data, context)
   end
   log.secret(token)
   return token
@@ -370,9 +383,7 @@ function kinds.external_account(data, context)
   local audience = field(data, "audience", context)
   local token_type = field(data, "subject_token_type", context)
   local endpoint = data.token_url or STS_ENDPOINT
-  if token_type == "urn:ietf:params:aws:token-type:aws4_request" then
-    fail("unsupported", context, "subject tokens of AWS are not supported")
-  end
+  check_source(data, context)
   local headers = data.client_id and { Authorization = basic(data.client_id, data.client_secret or "") }
     or nil
   local source = {
@@ -453,6 +464,14 @@ function M.of(data, context)
     fail("auth", context, "it is no JSON object")
   end
   local make = type(data.type) == "string" and kinds[data.type]
+  if data.type == "gdch_service_account" then
+    fail(
+      "unsupported",
+      context,
+      "credentials of type 'gdch_service_account' are for Google Distributed Cloud%s",
+      INSTEAD
+    )
+  end
   if not make then
     local names = {}
     for name in pairs(kinds) do

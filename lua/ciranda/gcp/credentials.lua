@@ -290,6 +290,10 @@ function M.find(options)
         source = kinds.impersonate(source, address, nil, nil, context)
         where = ("%s, acting for %s"):format(where, account)
       end
+      local quota_project = context.config.env("GOOGLE_CLOUD_QUOTA_PROJECT")
+      if quota_project and quota_project ~= "" then
+        source.quota_project = quota_project
+      end
       return new(source, where, context.now)
     end
   end

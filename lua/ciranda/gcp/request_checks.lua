@@ -204,8 +204,9 @@ function M.accelerator(options)
     if is_type and not topology then
       return { type = name, generation = generation }
     end
+    local enum = name:match("^%u[%u%d_]*$") -- the API's own word is sent as it is
     return {
-      config = { type = generation and generation.api_type or name, topology = topology },
+      config = { type = enum or generation and generation.api_type or name, topology = topology },
       generation = generation,
     }
   end

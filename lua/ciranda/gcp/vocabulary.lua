@@ -50,6 +50,8 @@ local refuse, typed = checks.refuse, checks.typed
 ---@field autocheckpoint boolean?
 ---@field description string?
 ---@field workload string?         "throughput-optimized" or "availability-optimized"
+---@field protection string?      "standard" or "capacity-optimized": the protection tier, which only v2 has
+---@field traffic table?           the API's own TrafficConfig message: the traffic that is expected between slices
 ---@field version "v2"|"v2alpha1"|nil  insist on one
 
 local KNOWN = {}
@@ -57,7 +59,8 @@ for name in
   ([[id slices accelerator topology unchecked runtime node_id node_prefix capacity reservation min_duration
   max_run_duration termination_time valid_until valid_after network subnetwork external_ips ip_forward queue_count
   networks tags labels metadata metadata_from_file startup_script startup_script_file ssh_keys service_account scopes
-  data_disks boot_disk secure_boot confidential autocheckpoint description workload version]]):gmatch("%S+")
+  data_disks boot_disk secure_boot confidential autocheckpoint description workload protection
+  traffic version]]):gmatch("%S+")
 do
   KNOWN[name] = true
 end
@@ -226,6 +229,16 @@ local function boot_disk(options)
   }
 end
 
+local PROTECTION = { standard = "STANDARD", ["capacity-optimized"] = "CAPACITY_OPTIMIZED" }
+
+local function protection_tier(options)
+  local tier = typed(options, "protection", "string")
+  if tier and not PROTECTION[tier] then
+    refuse("protection", "'%s' is neither standard nor capacity-optimized", tier)
+  end
+  return PROTECTION[tier]
+end
+
 --- The Node message, without scheduling, and the accelerator.
 local function node_of(options)
   local accelerator = checks.accelerator(options)
@@ -255,6 +268,7 @@ local function node_of(options)
       confidentialInstanceType = "SEV",
     } or nil,
     autocheckpointEnabled = typed(options, "autocheckpoint", "boolean") or nil,
+    protectionTier = protection_tier(options),
   }
   put_network(node, options)
   return node, accelerator
@@ -413,15 +427,22 @@ local function choose(options, message, value, extra)
   end
   local missing = M.missing("v2", message, value)
   missing[#missing + 1] = extra
-  if #missing == 0 then
-    return wanted or "v2", {}
+  if #missing == 0 and wanted ~= "v2alpha1" then
+    return "v2", {}
   end
   if wanted == "v2" then
     refuse("version", "v2 does not have %s; leave 'version' out or say v2alpha1", table.concat(missing, ", "))
   end
   local unknown = M.missing("v2alpha1", message, value)
-  if #unknown > 0 then
-    refuse("accelerator", "no version of the API has %s", table.concat(unknown, ", "))
+  if #unknown > 0 and #missing == 0 then
+    refuse("version", "v2alpha1 does not have %s; leave 'version' out or say v2", table.concat(unknown, ", "))
+  elseif #unknown > 0 then
+    refuse(
+      "version",
+      "no version of the API has it all: v2 does not have %s, v2alpha1 does not have %s",
+      table.concat(missing, ", "),
+      table.concat(unknown, ", ")
+    )
   end
   return "v2alpha1", missing
 end
@@ -489,7 +510,11 @@ function M.queued_resource(options, context)
     nodes = checks.node_names(prefix, slices)
   end
 
-  local body = { tpu = { nodeSpec = { spec } }, queueingPolicy = queueing_policy(options, now) }
+  local body = {
+    tpu = { nodeSpec = { spec } },
+    queueingPolicy = queueing_policy(options, now),
+    trafficConfig = typed(options, "traffic", "table"),
+  }
   if capacity == "spot" then
     body.spot = {}
   elseif capacity == "best-effort" then
@@ -557,6 +582,7 @@ function M.node(options, context)
     "min_duration",
     "max_run_duration",
     "termination_time",
+    "traffic",
   } do
     if options[name] ~= nil then
       refuse(name, "is for queued resources")

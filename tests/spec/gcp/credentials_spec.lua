@@ -341,10 +341,10 @@ describe("ciranda.gcp.credentials", function()
             token_url = s.url,
             credential_source = { executable = { command = "sh " .. program } },
           })
-          local found = find(directory)
-          local err = fails("auth", found.token, found)
-          assert.matches("GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES", tostring(err), 1, true)
-          found = find(directory, { GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES = "1" })
+          local err = fails("auth", find, directory)
+          assert.matches("sh " .. program, tostring(err), 1, true)
+          assert.matches("GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES=1", tostring(err), 1, true)
+          local found = find(directory, { GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES = "1" })
           assert.equal("token-1", found:token())
           assert.equal("the-type", requests[1]:form().subject_token)
         end)
@@ -384,7 +384,29 @@ describe("ciranda.gcp.credentials", function()
           subject_token_type = "urn:ietf:params:aws:token-type:aws4_request",
           credential_source = { environment_id = "aws1" },
         })
-        assert.matches("AWS", tostring(fails("unsupported", find, directory)), 1, true)
+        assert.matches(
+          "AWS (environment_id 'aws1')",
+          tostring(fails("unsupported", find, directory)),
+          1,
+          true
+        )
+        for name, source in pairs {
+          ["come from AWS"] = { environment_id = "aws1", url = "http://x" },
+          ["is a certificate"] = { certificate = { use_default_certificate_config = true } },
+          ["neither file, url nor executable"] = { pkcs11 = "x" },
+        } do
+          adc(directory, {
+            type = "external_account",
+            audience = "a",
+            subject_token_type = "t",
+            credential_source = source,
+          })
+          err = fails("unsupported", find, directory)
+          assert.matches(name, tostring(err), 1, true)
+          assert.matches("CLOUDSDK_AUTH_ACCESS_TOKEN_FILE", tostring(err), 1, true)
+        end
+        adc(directory, { type = "external_account", audience = "a", subject_token_type = "t" })
+        assert.matches("credential_source", tostring(fails("auth", find, directory)), 1, true)
         support.write(directory .. "/application_default_credentials.json", "not json")
         fails("parse", find, directory)
         support.write(directory .. "/application_default_credentials.json", "[]")
@@ -431,6 +453,18 @@ describe("ciranda.gcp.credentials", function()
           variables.CLOUDSDK_AUTH_ACCESS_TOKEN = "from-variable"
           assert.equal("from-variable", find(directory, variables):token())
         end)
+      end)
+    end)
+
+    it("with the quota project that the environment names before the file's", function()
+      support.with_directory(function(directory)
+        local user = { quota_project_id = "of-the-file" }
+        for key, value in pairs(USER) do
+          user[key] = user[key] or value
+        end
+        adc(directory, user)
+        assert.equal("of-the-file", find(directory).quota_project)
+        assert.equal("named", find(directory, { GOOGLE_CLOUD_QUOTA_PROJECT = "named" }).quota_project)
       end)
     end)
 
