@@ -294,7 +294,8 @@ end
 
 --- The subject token of an external account.
 local function subject_token(data, context)
-  local source, token = data.credential_source, nil
+  local source = data.credential_source
+  local token
   if source.file then
     token = subject_in(fs.read(source.file, 1 << 20), source.format, context)
   elseif source.url then
