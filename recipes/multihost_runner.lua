@@ -91,6 +91,37 @@ for _, flag in ipairs({
     help = "Time between TERM and KILL for the others when one worker has failed.",
   },
   {
+    name = "LEADER_ONLY",
+    type = "boolean",
+    default = false,
+    help = "A worker is finished when COMMAND's shell has ended, whatever it has left running.",
+  },
+  {
+    name = "STALL",
+    type = "duration",
+    default = 900,
+    help = "Say so when no worker has written anything for so long (0: never).",
+  },
+  {
+    name = "FOLLOW",
+    choices = { "auto", "all", "first" },
+    default = "auto",
+    help = "Whose logs come while they grow: all, or the first worker's and those shown; the others' come at the "
+      .. "end. auto: all of up to 64 workers.",
+  },
+  {
+    name = "LOG_LIMIT",
+    type = "size",
+    default = 20 << 30,
+    help = "Bytes of logs that this machine takes; the rest stays on the workers (0: no limit).",
+  },
+  {
+    name = "LOG_KEEP",
+    type = "size",
+    default = 0,
+    help = "Bytes of its log that a worker keeps at least, in place of all (0: all).",
+  },
+  {
     name = "RESTARTS",
     type = "integer",
     default = 0,
@@ -213,6 +244,13 @@ function M.run(context, hooks)
     cloud = found.cloud,
     renew = found.renew,
     restarts = restarts(flags),
+    watch = {
+      follow = flags.FOLLOW,
+      stall = flags.STALL,
+      leader_only = flags.LEADER_ONLY,
+      log_limit = flags.LOG_LIMIT,
+      log_keep = flags.LOG_KEEP > 0 and flags.LOG_KEEP or nil,
+    },
     run = run,
     recipe = context.name,
     arguments = context.args,

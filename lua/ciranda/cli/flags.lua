@@ -7,7 +7,7 @@ local M = {}
 
 ---@class ciranda.cli.Flag
 ---@field name string as it is typed after `--`; the key in context.flags too, with "-" turned into "_"
----@field type? "string"|"integer"|"number"|"boolean"|"duration"|"list" default "string"
+---@field type? "string"|"integer"|"number"|"boolean"|"duration"|"size"|"list" default "string"
 ---@field help? string
 ---@field default? any
 ---@field required? boolean
@@ -33,6 +33,16 @@ function M.duration(text)
     matched = matched .. amount .. unit
   end
   return matched == text and text ~= "" and total or nil
+end
+
+local UNITS = { [""] = 0, k = 10, m = 20, g = 30, t = 40 }
+
+--- "4096", "500M", "20GiB" in bytes (powers of 1024), or nil.
+---@param text string
+---@return integer?
+function M.size(text)
+  local amount, unit = text:lower():match("^(%d+%.?%d*)([kmgt]?)i?b?$")
+  return amount and math.floor(tonumber(amount) * 2.0 ^ UNITS[unit]) or nil
 end
 
 --- Converters return the value, or nil and what would have been right.
@@ -69,6 +79,13 @@ local CONVERT = {
       return value
     end
     return nil, "a time such as 90, 90s, 15m or 1h30m"
+  end,
+  size = function(text)
+    local value = M.size(text)
+    if value then
+      return value
+    end
+    return nil, "a number of bytes such as 4096, 500M or 20G"
   end,
   list = function(text)
     local list = {}

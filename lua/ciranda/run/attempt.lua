@@ -20,6 +20,10 @@ local SHORT = 60
 local IDLE = 60
 --- The guard's exit status for "nothing came for so long".
 local GUARD_IDLE = 4
+--- The offset from which the guard copies nothing: it only waits for the end.
+local WAIT_ONLY = "8e15"
+--- Seconds that a tree outlives its leader before that is worth a word.
+local LEADER_NOTICE = 5
 --- And the one for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST = 3
 
@@ -46,6 +50,11 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field setup { command: string, hash: string }? staged with it
 ---@field kill "mine"|"all"|nil whose processes may be ended that hold the accelerators, besides our earlier attempts'
 ---@field device_check boolean? false: a wrong number of device files is no reason to stop
+---@field keep integer? bytes of the log that are kept on the worker at least (all)
+---@field leader_only boolean? the leader's end is the end, whatever of its tree goes on
+---@field idle number? seconds without output after which the guard says how it stands (60)
+---@field on_leader fun(leader: table)? the leader has ended and its tree goes on
+---@field on_gap fun(from: integer, to: integer)? these bytes of the log are no longer kept on the worker
 ---@field on_phase fun()? the phase has changed
 
 ---@class ciranda.run.Guard
@@ -62,6 +71,8 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field claimed boolean? the worker was looked at and its lease taken
 ---@field setup_done boolean? its SETUP had been done before
 ---@field received integer bytes of the log that have been handed on
+---@field last_contact number when the worker last answered, on the clock that only grows
+---@field grew number when its log is known to have grown last, on the same clock
 local Attempt = {}
 Attempt.__index = Attempt
 
@@ -116,6 +127,8 @@ function M.new(spec)
     received = 0,
     lost_after = 180,
     last_contact = now(),
+    grew = now(),
+    idle = IDLE,
     path = ("%s/%s/%s"):format(ROOT, spec.run, spec.id),
     -- Unlike any other sender's, also where several machines share a home directory.
     part = ("part-%s-%d-%d"):format(spec.id, spec.worker.slice, spec.worker.index),
@@ -308,8 +321,9 @@ end
 function Attempt:go(seconds)
   self:set_phase("starting")
   local answer = self:persist(seconds, "start", function()
-    return self:ask_guard("run %s")
+    return self:ask_guard("run %s" .. (self.keep and (" --keep %d"):format(self.keep) or ""))
   end)
+  self.grew = now()
   self:expect(answer, "starting the command")
   local status = reply(answer.stdout)
   self.started_at = status and type(status.started_at) == "number" and status.started_at or nil
@@ -337,16 +351,22 @@ end
 
 --- Follows the log on one connection, until its end, until it has been idle, or until the connection breaks.
 ---@private
----@param sink fun(bytes: string)
+---@param sink fun(bytes: string)? nil: its end is waited for, and nothing is copied
 ---@return table answer
 function Attempt:follow_once(sink)
+  local from = sink and self.received or WAIT_ONLY
+  local line = ("follow %%s --from %s --idle-exit %.3f"):format(from, self.idle)
+  if self.leader_only or not self.leader then
+    line = line .. " --leader-only 1"
+  end
   local index, answer = task.race({
     function()
-      return self:ask_guard(("follow %%s --from %d --idle-exit %d"):format(self.received, IDLE), {
+      return self:ask_guard(line, {
         endless = true,
         on_stdout = function(bytes)
           self.received = self.received + #bytes
           self.last_contact = now()
+          self.grew = self.last_contact
           sink(bytes)
         end,
       }, nil, true)
@@ -354,8 +374,18 @@ function Attempt:follow_once(sink)
     function()
       local began = now()
       repeat
-        task.sleep(IDLE / 4)
-      until now() - math.max(began, self.last_contact) > IDLE + SHORT
+        task.sleep(self.idle / 4)
+      until now() - math.max(began, self.last_contact) > self.idle + SHORT
+    end,
+    function()
+      if self.leader and not self.leader_told then
+        task.sleep(LEADER_NOTICE)
+        self.leader_told = true
+        if self.on_leader then
+          self.on_leader(self.leader)
+        end
+      end
+      task.event():wait()
     end,
   })
   if index == 2 then
@@ -364,17 +394,45 @@ function Attempt:follow_once(sink)
       code = "timeout",
       op = "follow",
       target = link_of.title(self.worker),
-      message = ("%s has sent nothing for %d s, not even that there is nothing"):format(
+      message = ("%s has sent nothing for %.0f s, not even that there is nothing"):format(
         link_of.title(self.worker),
-        IDLE + SHORT
+        self.idle + SHORT
       ),
     })
   end
   return answer
 end
 
---- Follows the log to its end, through lost connections; returns the exit record.
----@param sink fun(bytes: string) gets each byte of the log once, in order
+--- Takes note of what a status line says besides the state.
+---@private
+---@param status table
+function Attempt:note_status(status)
+  if type(status.log_idle) == "number" then
+    self.grew = math.max(self.grew, now() - status.log_idle)
+  end
+  local leader = type(status.leader) == "table" and status.leader
+  if leader and type(leader.ended_at) == "number" then
+    self.leader = leader
+  end
+end
+
+--- Goes on after what the worker no longer keeps.
+---@private
+---@param said table status or record
+function Attempt:skip_gap(said)
+  local first = type(said.log_first) == "number" and said.log_first or 0
+  if first > self.received then
+    local from = self.received
+    self.received = first
+    if self.on_gap then
+      self.on_gap(from, first)
+    end
+  end
+end
+
+--- Follows the log to its end, through lost connections; returns the exit record. With `leader_only` the end is the
+--- leader's, and what is returned for a record is the status line.
+---@param sink fun(bytes: string)? gets each byte of the log once, in order; nil: only the end is waited for
 ---@return table? record nil when the attempt is lost
 ---@return string? why it is lost
 -- Raises only cancellation and what is no fault of the connection.
@@ -402,8 +460,15 @@ function Attempt:follow(sink)
         error(status, 0)
       end
     end
-    if type(status.record) == "table" and self.received >= (status.record.log_bytes or 0) then
-      return status.record
+    self:note_status(status)
+    local record = type(status.record) == "table" and status.record
+    if sink then
+      self:skip_gap(record or status)
+    end
+    if record and (not sink or self.received >= (record.log_bytes or 0)) then
+      return record
+    elseif not record and self.leader_only and self.leader and answer.code == 0 then
+      return status
     elseif status.state == "gone" then
       return nil, "the machine was made anew: neither the guard nor the attempt is there"
     elseif status.state == "lost" then
@@ -425,6 +490,14 @@ function Attempt:follow(sink)
       task.sleep(0.2)
     end
   end
+end
+
+--- The end of the log, as the worker has it.
+---@param bytes integer
+---@return string
+-- Raises what connecting raises.
+function Attempt:remote_tail(bytes)
+  return self:shell(("tail -c %d %s/log"):format(bytes, self.path)).stdout or ""
 end
 
 --- Asks the command to stop: TERM, a grace, KILL. Returns when it has ended.

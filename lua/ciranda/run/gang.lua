@@ -29,6 +29,10 @@ local CLOCKS = 0.05
 local LOOK_FOR_GONE, SILENT = 3, 6
 --- Seconds that the others may take to say who has them, when a gang is refused anyway.
 local LOOK = 20
+--- Logs of ended workers that are fetched at the same time.
+local FETCHES = 32
+--- Seconds without a word after which a worker is not taken for one that is only quiet.
+local CONTACT = 120
 --- Bytes of a log's end that are kept for the search for the cause.
 local TAIL = 65536
 
@@ -49,7 +53,6 @@ local TAIL = 65536
 ---@field kill "mine"|"all"|nil whose processes may be ended that hold the accelerators
 ---@field device_check boolean?
 ---@field strict_fingerprint boolean? different versions are a reason to stop
----@field on_note fun(text: string)? something that a person should know
 ---@field stage_timeout number? seconds to stage one worker (600)
 ---@field go_timeout number? seconds to start all (120)
 ---@field lost_after number? seconds without an answer after which a worker is lost (180)
@@ -57,10 +60,23 @@ local TAIL = 65536
 ---@field window number? seconds after a first failure in which those of others are awaited before one is named (2)
 ---@field machine_gone (fun(worker: ciranda.Worker): string?)? why a worker that does not answer will not come back as
 ---  it was; asked while it does not answer
+---@field live (fun(worker: ciranda.Worker): boolean)? whose log is followed while it runs (all); the others' arrive
+---  when they have ended
+---@field keep integer? bytes of each log that are kept on the worker at least (all)
+---@field leader_only boolean? a worker has ended when its leader has
+---@field stall number? seconds in which no worker has written anything, after which `on_stall` is told
+---@field on_stall fun(stall: ciranda.run.Stall)? once, until somebody writes again; a task of the gang's
+---@field on_note fun(text: string)? something that a person should know
+---@field on_gap fun(worker: ciranda.Worker, from: integer, to: integer)? bytes of a log that its worker has given up
 ---@field on_change fun(gang: ciranda.run.Gang)? a phase has changed
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field on_outcome fun(outcome: ciranda.run.Outcome)? a worker has ended
 ---@field on_failure fun(outcome: ciranda.run.Outcome)? the first failure, called once
+
+---@class ciranda.run.Stall
+---@field seconds number since anybody has written anything
+---@field worker ciranda.Worker who did last
+---@field workers ciranda.Worker[] who is still running; their guards answer
 
 ---@class ciranda.run.GangMember
 ---@field worker ciranda.Worker
@@ -114,6 +130,7 @@ end
 function M.new(options)
   local gang =
     setmetatable({ options = options, members = {}, started = false, changed = task.event() }, Gang)
+  gang.fetching = task.semaphore(FETCHES)
   local seen, slices = {}, 0
   for _, worker in ipairs(options.fleet:workers()) do
     if not seen[worker.slice] then
@@ -138,6 +155,17 @@ function M.new(options)
       setup = options.setup,
       kill = options.kill,
       device_check = options.device_check,
+      keep = options.keep,
+      leader_only = options.leader_only,
+      idle = options.stall and options.stall > 0 and math.max(1, math.min(60, options.stall / 2)) or nil,
+      on_leader = function(leader)
+        gang:leader_ended(worker, leader)
+      end,
+      on_gap = function(from, to)
+        if options.on_gap then
+          options.on_gap(worker, from, to)
+        end
+      end,
       on_phase = function()
         gang:tell()
       end,
@@ -554,17 +582,59 @@ local function keep_tail(member, bytes)
   end
 end
 
+--- Says that a leader has ended while its tree goes on.
+---@private
+function Gang:leader_ended(worker, leader)
+  if not self.options.leader_only then
+    self:tell_note(
+      (
+        "slice %d worker %d: COMMAND's shell has ended with %s, what it started goes on (--LEADER_ONLY=true waits for "
+        .. "the shell only)"
+      ):format(
+        worker.slice,
+        worker.index,
+        type(leader.signal) == "number" and "signal " .. leader.signal or tostring(leader.code)
+      )
+    )
+  end
+end
+
+--- The log of a member that has ended, which was not followed while it ran.
+---@private
+function Gang:fetch(member, take)
+  local record, why = self.fetching:with(member.attempt.follow, member.attempt, take)
+  if not record then
+    self:tell_note(
+      ("The log of slice %d worker %d is not all here: %s"):format(
+        member.worker.slice,
+        member.worker.index,
+        why
+      )
+    )
+  end
+end
+
 --- One member's log followed to its end, and what it ended with.
 ---@private
 function Gang:follow(member)
   local options = self.options
-  local record, why = member.attempt:follow(function(bytes)
+  local live = not options.live or options.live(member.worker)
+  local function take(bytes)
     keep_tail(member, bytes)
     if options.on_bytes then
       options.on_bytes(member.worker, bytes)
     end
-  end)
+  end
+  local record, why = member.attempt:follow(live and take or nil)
   local outcome = member.attempt:outcome(record, why)
+  if not live and record and cause.failed(outcome) then
+    local ok, text = pcall(member.attempt.remote_tail, member.attempt, TAIL)
+    if ok then
+      keep_tail(member, text)
+    elseif not err.is(text) or err.is(text, "cancelled", "misuse", "internal") then
+      error(text, 0)
+    end
+  end
   outcome.tail = table.concat(member.tail):sub(-TAIL)
   if self.stopping and not outcome.lost and outcome.at and outcome.at >= self.stopping.wall - CLOCKS then
     -- Members that agree on their last step may end before our word has reached each of them.
@@ -582,11 +652,55 @@ function Gang:follow(member)
     reason = outcome.reason,
     at = outcome.at,
   })
+  self:tell()
+  self.changed:set()
+  -- The others are told to stop meanwhile.
+  if not live and record then
+    self:fetch(member, take)
+  end
   if options.on_outcome then
     options.on_outcome(outcome)
   end
-  self:tell()
-  self.changed:set()
+end
+
+--- Tells, once, when nobody has written anything for too long; everybody's guard must have answered meanwhile.
+---@private
+---@param now number
+---@param scope ciranda.task.Scope
+---@return number? seconds after which to look again
+function Gang:look_for_stall(now, scope)
+  local options = self.options
+  if not options.stall or options.stall <= 0 or self.stopping then
+    return nil
+  end
+  local last, running = nil, {}
+  for _, member in ipairs(self.members) do
+    if not member.outcome then
+      if now - member.attempt.last_contact > CONTACT then
+        return nil
+      end
+      running[#running + 1] = member.worker
+      if not last or member.attempt.grew > last.attempt.grew then
+        last = member
+      end
+    end
+  end
+  if not last then
+    return nil
+  end
+  local quiet = now - last.attempt.grew
+  if quiet < options.stall then
+    return options.stall - quiet + 0.01
+  end
+  -- What has been told is told again only of a silence that began after it; times from a status line may differ a bit.
+  local began = last.attempt.grew
+  if not self.stalled or began > self.stalled + options.stall / 2 then
+    self.stalled = began
+    if options.on_stall then
+      scope:spawn(options.on_stall, { seconds = quiet, worker = last.worker, workers = running })
+    end
+  end
+  return options.stall
 end
 
 ---@private
@@ -729,6 +843,7 @@ function Gang:watch()
       elseif deadline then
         wait = math.min(wait, deadline - now + 0.1)
       end
+      wait = math.min(wait, self:look_for_stall(now, scope) or wait)
       local ok, problem = pcall(task.timeout, wait, self.changed.wait, self.changed)
       if not ok and not err.is(problem, "timeout") then
         error(problem, 0)

@@ -36,6 +36,8 @@ local M = {}
 ---  none, and the worker's internal address now
 ---@field staging { take: boolean?, kill: "mine"|"all"|nil, setup: table?, device_check: boolean?,
 ---  strict_fingerprint: boolean? }? see `ciranda.run.gang`
+---@field watch ciranda.run.Watching? how the workers are watched; kept for `attach`
+---@field on_stall (fun(stall: ciranda.run.Stall))? nobody has written anything for `watch.stall` seconds
 ---@field on_bytes fun(worker: ciranda.Worker, bytes: string)? a piece of a worker's log
 ---@field success string? the line that says that all is well
 ---@field restarts { user: integer?, infra: integer?, preempted: integer? }? further attempts, by how the last one ended
@@ -46,6 +48,13 @@ local M = {}
 ---@field chips integer? of all slices, for the chip-hours lost
 ---@field further boolean? this is not the first attempt
 ---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? besides `environment`, for one worker
+
+---@class ciranda.run.Watching
+---@field follow "auto"|"all"|"first"|nil whose logs are followed while they grow (auto: all of up to 64 workers)
+---@field stall number? seconds without output after which the runner says so (never)
+---@field leader_only boolean? a worker has ended when COMMAND's shell has
+---@field log_limit integer? bytes of logs on this machine (no limit)
+---@field log_keep integer? bytes of each log that are kept on its worker at least (all)
 
 ---@class ciranda.run.LaunchResult
 ---@field status integer
@@ -109,6 +118,7 @@ local function run_attempt(options, journal, series)
     bundle = remembered_bundle(options.bundle),
     environment = options.environment,
     chips = options.chips,
+    watch = options.watch,
   })
   return round:run()
 end
@@ -301,6 +311,7 @@ function M.attach(options)
     cloud = last.cloud,
     environment = last.environment,
     chips = last.chips,
+    watch = last.watch,
     -- The archive may be gone from here; then the workers go on with what they have.
     bundle = last.bundle and uv.fs_stat(last.bundle.archive) and last.bundle or nil,
     renew = last.cloud and function()

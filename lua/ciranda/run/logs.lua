@@ -15,6 +15,8 @@ local M = {}
 
 --- Seconds between two looks at whether folded lines are ready.
 local TICK = 0.25
+--- Bytes of a log's end that are kept in memory when its file takes no more.
+local TAIL = 32768
 --- Lines shown of a worker that prints what looks like a failure, from that line on.
 local ALARM_LINES = 30
 
@@ -25,6 +27,8 @@ local ALARM_LINES = 30
 ---@field show string? a node set or "all": workers whose lines are shown with a prefix
 ---@field raw (fun(bytes: string))? takes the first worker's bytes; may wait
 ---@field lines (fun(text: string))? takes prefixed lines
+---@field limit integer? bytes that all files together may have; what is beyond stays on the workers
+---@field on_full (fun())? the limit has been reached, told once
 
 ---@class ciranda.run.Logs
 ---@field directory string
@@ -97,6 +101,10 @@ function M.open(options)
     alarms = {},
     partial = {},
     lines = options.lines,
+    limit = options.limit and options.limit > 0 and options.limit or math.huge,
+    on_full = options.on_full,
+    total = 0,
+    cut = {},
   }, Logs)
   fs.mkdir_p(options.directory, 448)
   if options.links then
@@ -122,6 +130,7 @@ function M.open(options)
     end
     logs.files[worker], logs.paths[worker] = fd, path
     logs.sizes[worker] = uv.fs_fstat(fd).size
+    logs.total = logs.total + logs.sizes[worker]
     if options.links then
       local link = options.links .. "/" .. M.file_name(worker)
       uv.fs_unlink(link)
@@ -140,6 +149,23 @@ end
 ---@return integer
 function Logs:size(worker)
   return self.sizes[worker]
+end
+
+--- Whether a worker's lines are shown with a prefix.
+---@param worker ciranda.Worker
+---@return boolean
+function Logs:is_shown(worker)
+  return self.shown[worker] == true
+end
+
+--- Bytes of a worker's log that its worker has given up: a hole in the file, so that offsets stay what they are.
+---@param worker ciranda.Worker
+---@param to integer the first byte that there is again
+function Logs:skip(worker, to)
+  if not self.cut[worker] and to > self.sizes[worker] then
+    uv.fs_ftruncate(self.files[worker], to)
+    self.sizes[worker] = to
+  end
 end
 
 ---@param worker ciranda.Worker
@@ -171,12 +197,17 @@ function Logs:watch_for_alarm(worker, bytes)
   self.partial[worker] = text:sub(position):sub(-4096)
 end
 
---- Takes a piece of a worker's log: into its file, and on the screen where it belongs there. Waits only for a standard
---- output that is not being read, and only the first worker's.
----@param worker ciranda.Worker
----@param bytes string
--- Raises "no_space" and the like: bytes that are not in the file must not count as received.
-function Logs:take(worker, bytes)
+--- Writes a piece of a worker's log into its file, unless the files have reached their limit: from then on a file is
+--- the beginning of the log, and its end is kept in memory.
+---@private
+function Logs:store(worker, bytes)
+  if self.cut[worker] or self.total + #bytes > self.limit then
+    if not next(self.cut) and self.on_full then
+      self.on_full()
+    end
+    self.cut[worker] = ((self.cut[worker] or self:read_tail(worker)) .. bytes):sub(-TAIL)
+    return
+  end
   local done = 0
   while done < #bytes do
     local written, message = uv.fs_write(self.files[worker], done == 0 and bytes or bytes:sub(done + 1), -1)
@@ -187,6 +218,16 @@ function Logs:take(worker, bytes)
     done = done + written
   end
   self.sizes[worker] = self.sizes[worker] + #bytes
+  self.total = self.total + #bytes
+end
+
+--- Takes a piece of a worker's log: into its file, and on the screen where it belongs there. Waits only for a standard
+--- output that is not being read, and only the first worker's.
+---@param worker ciranda.Worker
+---@param bytes string
+-- Raises "no_space" and the like: bytes that are not in the file must not count as received.
+function Logs:take(worker, bytes)
+  self:store(worker, bytes)
   if worker == self.first and self.raw then
     self.raw(bytes)
   end
@@ -203,19 +244,26 @@ function Logs:finish(worker)
   self.view:finish(worker)
 end
 
+--- The end of a worker's file.
+---@private
+---@return string
+function Logs:read_tail(worker)
+  local file = io.open(self.paths[worker], "rb")
+  if not file then
+    return ""
+  end
+  file:seek("set", math.max(0, file:seek("end") - TAIL))
+  local text = file:read("a") or ""
+  file:close()
+  return text
+end
+
 --- The end of a worker's log.
 ---@param worker ciranda.Worker
 ---@param count integer lines
 ---@return string[]
 function Logs:tail(worker, count)
-  local file = io.open(self.paths[worker], "rb")
-  if not file then
-    return {}
-  end
-  local size = file:seek("end")
-  file:seek("set", math.max(0, size - 32768))
-  local text = file:read("a") or ""
-  file:close()
+  local text = self.cut[worker] or self:read_tail(worker)
   local lines = {}
   for line in text:gmatch("[^\n]+") do
     lines[#lines + 1] = line

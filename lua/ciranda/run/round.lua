@@ -32,6 +32,9 @@ local ANSWER_LASTS = 10
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
 
+--- Up to so many workers every log is followed while it grows; of more, the first one's and those that are shown.
+local FOLLOW_ALL = 64
+
 --- Log lines shown of the worker that failed first.
 local TAIL_LINES = 20
 
@@ -457,11 +460,27 @@ function Round:finish(gang)
   return result
 end
 
+--- Whether a worker's log is brought home while it grows.
+---@private
+---@param worker ciranda.Worker
+---@return boolean
+function Round:follows(worker)
+  local options = self.options
+  local how = (options.watch or {}).follow or "auto"
+  local workers = options.fleet:workers()
+  return how == "all"
+    or how == "auto" and #workers <= FOLLOW_ALL
+    or options.on_bytes ~= nil
+    or worker == workers[1]
+    or self.logs:is_shown(worker)
+end
+
 ---@private
 ---@return ciranda.run.Gang
 function Round:make_gang()
   local options = self.options
   local staging = options.staging or {}
+  local watch = options.watch or {}
   return gangs.new({
     fleet = options.fleet,
     run = options.run,
@@ -486,6 +505,32 @@ function Round:make_gang()
     strict_fingerprint = staging.strict_fingerprint,
     on_note = function(text)
       self:say("%s", text)
+    end,
+    keep = watch.log_keep,
+    leader_only = watch.leader_only,
+    stall = watch.stall,
+    live = function(worker)
+      return self:follows(worker)
+    end,
+    on_gap = function(worker, from, to)
+      self.logs:skip(worker, to)
+      self:say(
+        "The log of slice %d worker %d: bytes %d to %d are gone, its machine keeps only the end (--LOG_KEEP)",
+        worker.slice,
+        worker.index,
+        from,
+        to - 1
+      )
+    end,
+    on_stall = function(stall)
+      self:say(
+        "No worker has written anything for %.0f s; their guards answer. ciranda stacks %s shows where they wait.",
+        stall.seconds,
+        options.run
+      )
+      if options.on_stall then
+        options.on_stall(stall)
+      end
     end,
     on_change = function(gang)
       self:status_line(gang)
@@ -521,6 +566,14 @@ function Round:open_logs()
     end or nil,
     lines = function(text)
       self:say("%s", (text:gsub("\n$", "")))
+    end,
+    limit = (options.watch or {}).log_limit,
+    on_full = function()
+      self:say(
+        "The logs here have reached their limit (--LOG_LIMIT): what comes now stays on the workers, where ciranda "
+          .. "logs %s --show=... reads it",
+        options.run
+      )
     end,
   })
   self.logs_directory = logs_of.link_directory(options.run)

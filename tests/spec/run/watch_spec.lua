@@ -1,0 +1,452 @@
+--- How a gang is watched: whose logs come when, what is said of quiet workers, leaders that end early, and a go that
+--- is cut off in the middle.
+local attempt = require("ciranda.run.attempt")
+local fleet = require("ciranda.fleet")
+local gang = require("ciranda.run.gang")
+local logs_of = require("ciranda.run.logs")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+
+describe("run.gang watches", function()
+  local root, machines, workers, number
+
+  before_each(function()
+    root, number = uv.fs_mkdtemp("/tmp/watch-XXXXXX"), 0
+  end)
+
+  after_each(function()
+    for _, machine in pairs(machines or {}) do
+      machine:kill_all()
+    end
+    if workers then
+      workers:close()
+    end
+    local deadline = uv.hrtime() + 5e9
+    for _, machine in pairs(machines or {}) do
+      while next(machine:processes()) and uv.hrtime() < deadline do
+        task.sleep(0.02)
+      end
+    end
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  local function gang_of(slice_count, worker_count, command, options)
+    if not workers or number == 0 then
+      local slices, connect
+      slices, connect, machines = machines_of.make(slice_count, worker_count, { root = root })
+      workers = fleet.new(slices, { connect = connect, retry_for = 2 })
+    end
+    number = number + 1
+    local settings = {
+      fleet = workers,
+      run = "r1",
+      id = ("%04d-abcdef"):format(number),
+      command = command,
+      directory = "r1",
+      guard = attempt.guard(),
+      failure_grace = 1,
+      window = 0.5,
+      lost_after = 10,
+      stage_timeout = 30,
+      go_timeout = 30,
+    }
+    local logs, notes = {}, {}
+    settings.on_bytes = function(worker, bytes)
+      logs[worker.address] = (logs[worker.address] or "") .. bytes
+    end
+    settings.on_note = function(text)
+      notes[#notes + 1] = text
+    end
+    for name, value in pairs(options or {}) do
+      settings[name] = value
+    end
+    local made = gang.new(settings)
+    made.logs, made.notes = logs, notes
+    return made
+  end
+
+  local function start(one)
+    one:stage()
+    one:go()
+    return one
+  end
+
+  local function read(path)
+    local file = io.open(path, "rb")
+    local text = file and file:read("a")
+    if file then
+      file:close()
+    end
+    return text
+  end
+
+  local function followed_from_the_start(address)
+    local count = 0
+    for _, command in ipairs(machines[address].commands) do
+      if command:find("follow .ciranda%S+ %-%-from 0 ") then
+        count = count + 1
+      end
+    end
+    return count
+  end
+
+  local function only_first(worker)
+    return worker.address == "0.0"
+  end
+
+  it("brings a log that is not followed when its worker has ended, whole", function()
+    local one =
+      start(gang_of(1, 3, [[seq 3000; touch ../there; while [ ! -e ../go ]; do sleep 0.02; done; echo end]], {
+        live = only_first,
+      }))
+    local verdict
+    task.all({
+      function()
+        verdict = one:watch()
+      end,
+      function()
+        local deadline = uv.hrtime() + 20e9
+        while
+          not ((one.logs["0.0"] or ""):find("\n3000\n", 1, true) and read(machines["0.2"].home .. "/there"))
+        do
+          assert(uv.hrtime() < deadline, "the first worker's log did not come")
+          task.sleep(0.02)
+        end
+        assert.is_nil(one.logs["0.1"])
+        assert.is_nil(one.logs["0.2"])
+        assert.equal(0, followed_from_the_start("0.1"))
+        for _, machine in pairs(machines) do
+          io.open(machine.home .. "/go", "w"):close()
+        end
+      end,
+    })
+    assert.equal(0, verdict.status)
+    for address, machine in pairs(machines) do
+      assert.equal(read(("%s/.ciranda/r1/%s/log"):format(machine.home, one.options.id)), one.logs[address])
+      assert.matches("\n3000\nend\n$", one.logs[address])
+    end
+  end)
+
+  it("knows the end of a log that is not followed, to tell cause from consequence, and brings it", function()
+    local one = start(
+      gang_of(
+        1,
+        3,
+        [[if [ $CIRANDA_WORKER_ID = 1 ]; then seq 200000; echo 'Socket closed'; exit 1; fi
+        if [ $CIRANDA_WORKER_ID = 2 ]; then sleep 0.5; echo 'the very reason'; exit 5; fi; exec sleep 60]],
+        { live = only_first }
+      )
+    )
+    -- Nobody hears of worker 1 before worker 2 has failed too.
+    machines["0.1"].down = true
+    machines["0.1"]:break_all()
+    local verdict
+    task.all({
+      function()
+        verdict = one:watch()
+      end,
+      function()
+        local deadline = uv.hrtime() + 20e9
+        while not read(("%s/.ciranda/r1/%s/exit"):format(machines["0.2"].home, one.options.id)) do
+          assert(uv.hrtime() < deadline, "worker 2 did not end")
+          task.sleep(0.02)
+        end
+        machines["0.1"].down = false
+      end,
+    })
+    assert.equal(5, verdict.status)
+    assert.equal("0.2", verdict.first.worker.address)
+    assert.matches("the very reason", verdict.first.tail, 1, true)
+    assert.equal("0.1", verdict.consequences[1].worker.address)
+    assert.matches("Socket closed", one.logs["0.1"], 1, true)
+    assert.is_true(#one.logs["0.1"] > 1000000)
+  end)
+
+  it("says once that nobody writes, and again only after somebody has", function()
+    local stalls = {}
+    local one = start(
+      gang_of(
+        1,
+        2,
+        [[echo a; while [ ! -e ../go ]; do sleep 0.02; done; echo b; [ $CIRANDA_WORKER_ID = 1 ] &&
+        while [ ! -e ../end ]; do sleep 0.02; done; true]],
+        {
+          stall = 1,
+          live = only_first,
+          on_stall = function(stall)
+            stalls[#stalls + 1] = stall
+            if #stalls == 1 then
+              task.sleep(1.5)
+              assert.equal(1, #stalls)
+            end
+            for _, machine in pairs(machines) do
+              io.open(machine.home .. (#stalls == 1 and "/go" or "/end"), "w"):close()
+            end
+          end,
+        }
+      )
+    )
+    assert.equal(0, one:watch().status)
+    assert.equal(2, #stalls)
+    assert.is_true(stalls[1].seconds >= 1)
+    assert.same({ 2, 1 }, { #stalls[1].workers, #stalls[2].workers })
+    assert.equal("0.1", stalls[2].worker.address)
+  end)
+
+  it("does not take a worker that writes for a quiet one, though nobody follows it", function()
+    local stalls = 0
+    local one = start(
+      gang_of(
+        1,
+        2,
+        [[[ $CIRANDA_WORKER_ID = 0 ] && exec sleep 3; for i in $(seq 30); do echo $i; sleep 0.1; done]],
+        {
+          stall = 1.5,
+          live = only_first,
+          on_stall = function()
+            stalls = stalls + 1
+          end,
+        }
+      )
+    )
+    assert.equal(0, one:watch().status)
+    assert.equal(0, stalls)
+  end)
+
+  it("announces a leader that ends before its tree, and waits for the tree", function()
+    local one = start(gang_of(1, 2, "(sleep 5.6; echo late) & echo early; exit 3"))
+    local verdict = one:watch()
+    assert.equal(3, verdict.status)
+    assert.equal("early\nlate\n", one.logs["0.1"])
+    assert.equal(2, #one.notes)
+    assert.matches(
+      "slice 0 worker [01]: COMMAND's shell has ended with 3, what it started goes on",
+      one.notes[1]
+    )
+  end)
+
+  it("says nothing of a leader that ends with its tree", function()
+    local one = start(gang_of(1, 1, "exec > >(cat); echo hello"))
+    assert.equal(0, one:watch().status)
+    assert.equal("hello\n", one.logs["0.0"])
+    assert.same({}, one.notes)
+  end)
+
+  it("with leader_only has ended when the leaders have, with their statuses and all they wrote", function()
+    local one = start(gang_of(1, 3, "(sleep 60; echo late) & seq 5000; exit $CIRANDA_WORKER_ID", {
+      leader_only = true,
+      live = only_first,
+      failure_grace = 20,
+    }))
+    local began = uv.hrtime()
+    local verdict = one:watch()
+    assert.is_true((uv.hrtime() - began) / 1e9 < 40)
+    assert.is_true(verdict.status == 1 or verdict.status == 2)
+    for _, log in pairs(one.logs) do
+      assert.matches("\n5000\n$", log)
+    end
+    assert.same({}, one.notes)
+    assert.is_true(next(machines["0.0"]:processes()) ~= nil)
+  end)
+
+  it("goes on after what a worker no longer keeps of its log, and says which bytes are missing", function()
+    local gaps = {}
+    local one = start(gang_of(1, 2, "for i in $(seq 20000); do echo line $i of twenty thousand; done", {
+      keep = 20000,
+      live = only_first,
+      on_gap = function(worker, from, to)
+        gaps[worker.address] = { from, to }
+      end,
+    }))
+    assert.equal(0, one:watch().status)
+    local record = require("ciranda.io.json").decode(
+      read(("%s/.ciranda/r1/%s/exit"):format(machines["0.1"].home, one.options.id))
+    )
+    assert.same({ 0, record.log_first }, gaps["0.1"])
+    assert.is_true(record.log_first > 100000)
+    assert.equal(record.log_bytes - record.log_first, #one.logs["0.1"])
+    assert.matches("line 20000 of twenty thousand\n$", one.logs["0.1"])
+  end)
+
+  it("shows where processes wait, and Python's stacks of a program that asks for them", function()
+    local program = [[
+import faulthandler, signal, time, sys
+faulthandler.register(signal.SIGUSR1)
+def the_place_where_it_hangs():
+    print("ready", flush=True)
+    time.sleep(60)
+the_place_where_it_hangs()
+]]
+    local file = assert(io.open(root .. "/hang.py", "w"))
+    file:write(program)
+    file:close()
+    -- The shell has the variable too and would die of the signal; worker 1's program has not asked.
+    local one = start(
+      gang_of(
+        1,
+        2,
+        ("if [ $CIRANDA_WORKER_ID = 0 ]; then export CIRANDA_STACK_SIGNAL=USR1; fi; python3 %s/hang.py; exit 4"):format(
+          root
+        )
+      )
+    )
+    local deadline = uv.hrtime() + 20e9
+    for _, machine in pairs(machines) do
+      while read(("%s/.ciranda/r1/%s/log"):format(machine.home, one.options.id)) ~= "ready\n" do
+        assert(uv.hrtime() < deadline, "the program did not begin")
+        task.sleep(0.02)
+      end
+    end
+    local seen = require("ciranda.run.stacks").look(workers, "r1", one.options.id)
+    assert.equal(2, #seen)
+    for place, said in ipairs(seen) do
+      assert.is_nil(said.problem)
+      assert.is_number(said.idle)
+      assert.matches("process %d+: %S*python3 %S+hang%.py", said.text)
+      assert.matches("thread %d+ python3[%d.]*: S %(sleeping%), wchan %S+, syscall %d+", said.text)
+      assert.equal(place == 1, said.text:find("in the_place_where_it_hangs", 1, true) ~= nil)
+    end
+    one:stop(1, "the end of the test")
+    local verdict = one:watch()
+    assert.equal(2, #verdict.stopped)
+    local after = require("ciranda.run.stacks").look(workers, "r1", one.options.id)
+    assert.equal("nothing of the attempt is running", after[2].problem)
+  end)
+
+  describe("starts COMMAND once", function()
+    -- "before": it was not sent; a number: the connection broke after so much of the answer; "after": the answer was
+    -- lost. The next try finds what the first one did.
+    for _, where in ipairs({ "before", 20, "after" }) do
+      it(("when the connection is lost during the go: %s"):format(where), function()
+        local one = gang_of(1, 2, "echo ran >> ../ran; echo line; sleep 0.5; echo last")
+        local cuts = 0
+        machines["0.1"].cut = function(command)
+          if command:find(" run .ciranda", 1, true) and cuts < 3 then
+            cuts = cuts + 1
+            return where
+          end
+        end
+        start(one)
+        local verdict = one:watch()
+        assert.equal(0, verdict.status)
+        assert.equal(3, cuts)
+        assert.equal("ran\n", read(machines["0.1"].home .. "/ran"))
+        assert.equal("line\nlast\n", one.logs["0.1"])
+      end)
+    end
+
+    it("when it ends with 255, which is its own status and no lost connection", function()
+      local one = start(gang_of(1, 1, "echo ran >> ../ran; echo out; exit 255"))
+      local verdict = one:watch()
+      assert.same({ 255, "user" }, { verdict.status, verdict.kind })
+      assert.equal("ran\n", read(machines["0.0"].home .. "/ran"))
+      assert.equal("out\n", one.logs["0.0"])
+    end)
+
+    it("when ssh itself answers the go with 255", function()
+      local one = gang_of(1, 1, "echo ran >> ../ran; sleep 0.3")
+      one:stage()
+      -- What a proxy or a forced command may answer in ssh's place: the guard's `run` is repeated, not COMMAND.
+      local shell = root .. "/shell"
+      local file = assert(io.open(shell, "w"))
+      file:write(
+        (
+          '#!/bin/sh\ncase "$2" in *" run .ciranda"*) if [ ! -e %s/once ]; then touch %s/once; /bin/bash "$@"; '
+          .. 'exit 255; fi;; esac\nexec /bin/bash "$@"\n'
+        ):format(root, root)
+      )
+      file:close()
+      uv.fs_chmod(shell, 448)
+      machines["0.0"].shell = shell
+      local ok, e = pcall(one.go, one)
+      assert.is_string(read(root .. "/once"))
+      if not ok then
+        assert.matches("starting the command failed", e.message, 1, true)
+      end
+      local deadline = uv.hrtime() + 10e9
+      while not read(machines["0.0"].home .. "/ran") and uv.hrtime() < deadline do
+        task.sleep(0.02)
+      end
+      assert.equal("ran\n", read(machines["0.0"].home .. "/ran"))
+    end)
+
+    it("when the runner is gone between the go and its answer, and another takes it up", function()
+      local one = gang_of(1, 2, "echo ran >> ../ran; echo line; sleep 0.5; echo last")
+      one:stage()
+      machines["0.1"].hang = function(command)
+        return command:find(" run .ciranda", 1, true) ~= nil
+      end
+      assert.is_false((pcall(task.timeout, 1, one.go, one)))
+      machines["0.1"].hang = nil
+      local again = gang_of(1, 2, one.options.command, { id = one.options.id })
+      again:rejoin(function()
+        return 0
+      end)
+      assert.equal(0, again:watch().status)
+      for address, machine in pairs(machines) do
+        assert.equal("ran\n", read(machine.home .. "/ran"))
+        assert.equal("line\nlast\n", again.logs[address])
+      end
+    end)
+  end)
+end)
+
+describe("run.logs", function()
+  local root
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/logs-XXXXXX")
+  end)
+  after_each(function()
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  it(
+    "takes no more than its limit: a file is the log's beginning, the end is in memory, and it is said once",
+    function()
+      local list = { { slice = 0, index = 0 }, { slice = 0, index = 1 } }
+      local full = 0
+      local logs <close> = logs_of.open({
+        directory = root,
+        workers = list,
+        limit = 50000,
+        on_full = function()
+          full = full + 1
+        end,
+      })
+      local whole = {}
+      for i = 1, 3000 do
+        local line = ("line %d of a log\n"):format(i)
+        whole[i] = line
+        logs:take(list[1], line)
+        logs:take(list[2], line)
+      end
+      whole = table.concat(whole)
+      assert.equal(1, full)
+      local total = 0
+      for _, worker in ipairs(list) do
+        local file = assert(io.open(logs:path(worker)))
+        local text = file:read("a")
+        file:close()
+        total = total + #text
+        assert.equal(#text, logs:size(worker))
+        assert.equal(whole:sub(1, #text), text)
+        assert.same({ "line 2999 of a log", "line 3000 of a log" }, logs:tail(worker, 2))
+      end
+      assert.is_true(total <= 50000 and total > 49000)
+    end
+  )
+
+  it("keeps offsets where a worker has given up a part of its log", function()
+    local list = { { slice = 0, index = 0 } }
+    local logs <close> = logs_of.open({ directory = root, workers = list })
+    logs:take(list[1], "abc")
+    logs:skip(list[1], 10)
+    logs:take(list[1], "xyz")
+    assert.equal(13, logs:size(list[1]))
+    local file = assert(io.open(logs:path(list[1])))
+    assert.equal("abc\0\0\0\0\0\0\0xyz", file:read("a"))
+    file:close()
+  end)
+end)
