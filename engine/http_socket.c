@@ -224,36 +224,45 @@ bool cir_http_socket_push(lua_State *L, cir_http_request *request) {
 
 /* --- Lua ------------------------------------------------------------------------------------- */
 
-/* The socket at 1; raises when it is closed. [-0, +0, v] */
-static cir_http_socket *check_open(lua_State *L) {
-  cir_http_socket *self = *(cir_http_socket **)luaL_checkudata(L, 1, CIR_SOCKET_HANDLE);
-  if (self == NULL)
-    luaL_error(L, "the socket is closed");
-  return self;
+/* The socket at 1, or NULL when it is closed: at the program's end the engine closes it beneath its
+ * holder. [-0, +0, v] */
+static cir_http_socket *check_socket(lua_State *L) {
+  return *(cir_http_socket **)luaL_checkudata(L, 1, CIR_SOCKET_HANDLE);
 }
 
-/* socket:read_start(callback) */
+/* socket:read_start(callback) -> whether it is open. [-0, +1, v] */
 static int l_read_start(lua_State *L) {
-  cir_http_socket *self = check_open(L);
+  cir_http_socket *self = check_socket(L);
+  luaL_checktype(L, 2, LUA_TFUNCTION);
+  lua_pushboolean(L, self != NULL);
+  if (self == NULL)
+    return 1;
   int callback = cir_callback_ref(L, 2);
   cir_callback_unref(self->rt, &self->on_data);
   self->on_data = callback;
   self->reading = true;
   self->dry = false;
   pump_later(self);
-  return 0;
+  return 1;
 }
 
 /* socket:read_stop() */
 static int l_read_stop(lua_State *L) {
-  check_open(L)->reading = false;
+  cir_http_socket *self = check_socket(L);
+  if (self != NULL)
+    self->reading = false;
   return 0;
 }
 
-/* socket:write(data, callback). Raises while the last write is under way. [-0, +0, v] */
+/* socket:write(data, callback) -> whether it is open. Raises while the last write is under way.
+ * [-0, +1, v] */
 static int l_write(lua_State *L) {
-  cir_http_socket *self = check_open(L);
+  cir_http_socket *self = check_socket(L);
   luaL_checktype(L, 2, LUA_TSTRING);
+  luaL_checktype(L, 3, LUA_TFUNCTION);
+  lua_pushboolean(L, self != NULL);
+  if (self == NULL)
+    return 1;
   if (self->on_written != CIR_NO_CALLBACK)
     return luaL_error(L, "socket:write: the last write is still under way");
   self->on_written = cir_callback_ref(L, 3);
@@ -261,12 +270,12 @@ static int l_write(lua_State *L) {
   self->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
   self->sent = 0;
   pump_later(self);
-  return 0;
+  return 1;
 }
 
 /* socket:close(), also what becomes of a socket that nobody holds. */
 static int l_close(lua_State *L) {
-  cir_http_socket *self = *(cir_http_socket **)luaL_checkudata(L, 1, CIR_SOCKET_HANDLE);
+  cir_http_socket *self = check_socket(L);
   if (self != NULL)
     cir_http_socket_close(self);
   return 0;

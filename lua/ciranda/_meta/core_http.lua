@@ -75,6 +75,7 @@ local Socket = {}
 
 --- Read: data, then once neither (the end) or an error.
 ---@param callback fun(err: table?, data: string?)
+---@return boolean open
 function Socket:read_start(callback) end
 
 --- No callback until it is started again.
@@ -83,6 +84,7 @@ function Socket:read_stop() end
 --- Send. Raises while the last write is under way.
 ---@param data string
 ---@param callback fun(err: table?) later: all of it is with the kernel, or code "cancelled" after `close`
+---@return boolean open
 function Socket:write(data, callback) end
 
 function Socket:close() end

@@ -32,6 +32,8 @@ local NEW_OPTIONS = {
   config = true,
   match_exec = true,
   internal_ip = true,
+  tunnel = true,
+  credentials = true,
   retry_for = true,
   handshakes = true,
   connect = true,
@@ -55,6 +57,7 @@ local RUN_OPTIONS = {
 ---@field name string?
 ---@field address string?
 ---@field internal_address string?
+---@field has_external boolean? false: it is known to have no external address
 ---@field hostname string?
 ---@field port integer?
 ---@field pins string[]? host keys, "ssh-ed25519 AAAA..."
@@ -81,8 +84,9 @@ Fleet.__index = Fleet
 ---@param slices ciranda.Slice[] from a provider
 ---@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config, match_exec: as for
 ---  `ssh.connect`; internal_ip (true: internal addresses only, false: external only, nil: the external one if it
----  answers); retry_for (seconds, 30); handshakes (64 at once); connect (in place of `ssh.connect`);
----  on_address(worker, "external"|"internal")
+---  answers); tunnel ({ project, zone, always }: workers without an external address, or all, through IAP) and
+---  credentials for it (found when not given); retry_for (seconds, 30); handshakes (64 at once); connect (in place of
+---  `ssh.connect`); on_address(worker, "external"|"internal"|"tunnel")
 ---@return ciranda.Fleet fleet to be closed; a `<close>` variable may hold it
 -- Raises a misuse for an unknown option.
 function M.new(slices, options)

@@ -26,8 +26,12 @@ local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", 
 ---@field internal_ip boolean? true: internal addresses only; nil: the external one, if it answers
 ---@field retry_for number seconds during which a failing connect is tried again
 ---@field handshakes ciranda.task.Semaphore how many handshakes run at once
+---@field tunnel { project: string, zone: string, always: boolean? }? workers without an external address, or always
+---  all, are connected to through IAP
+---@field credentials ciranda.gcp.Credentials? for the tunnels; found when there are none
 ---@field prefer_internal boolean? found out: the external address did not answer, the internal one did
----@field on_address fun(worker: ciranda.Worker, kind: "external"|"internal")?
+---@field tunnels boolean? found out: a tunnel came about
+---@field on_address fun(worker: ciranda.Worker, kind: "external"|"internal"|"tunnel")?
 
 ---@class ciranda.fleet.Link
 ---@field worker ciranda.Worker
@@ -64,16 +68,24 @@ end
 --- The addresses to try, in order.
 ---@param worker ciranda.Worker
 ---@param settings ciranda.fleet.Settings
----@return { kind: "external"|"internal", address: string }[]
+---@return { kind: "external"|"internal"|"tunnel", address: string }[]
 local function addresses(worker, settings)
   local list = {}
   local function add(kind, address)
-    if address and address ~= "" and not (list[1] and list[1].address == address) then
+    local known = list[1]
+    if address and address ~= "" and not (known and known.address == address and known.kind ~= "tunnel") then
       list[#list + 1] = { kind = kind, address = address }
     end
   end
+  local inside = worker.internal_address or worker.address
+  local tunnel = settings.tunnel
   if settings.internal_ip == true then
-    add("internal", worker.internal_address or worker.address)
+    add("internal", inside)
+  elseif tunnel and (tunnel.always or settings.tunnels and worker.has_external == false) then
+    add("tunnel", inside)
+  elseif tunnel and worker.has_external == false and worker.hostname and not settings.prefer_internal then
+    add("tunnel", inside)
+    add("internal", inside)
   elseif settings.internal_ip == false then
     add("external", worker.address)
   elseif settings.prefer_internal then
@@ -84,6 +96,35 @@ local function addresses(worker, settings)
     add("internal", worker.internal_address)
   end
   return list
+end
+
+--- What carries a connection to a worker through IAP.
+---@param worker ciranda.Worker
+---@param settings ciranda.fleet.Settings
+---@return function carrier for `ssh.connect`
+local function carrier(worker, settings)
+  if not worker.hostname then
+    err.raise({
+      code = "precondition",
+      op = "iap",
+      target = M.title(worker),
+      message = "a tunnel through IAP needs the machine's name, which a TPU worker tells in its guest attributes; "
+        .. "these could not be read",
+    })
+  end
+  settings.credentials = settings.credentials or require("ciranda.gcp.credentials").find()
+  return require("ciranda.gcp.iap").carrier({
+    project = settings.tunnel.project,
+    zone = settings.tunnel.zone,
+    instance = worker.hostname,
+    credentials = settings.credentials,
+    label = worker.name,
+  })
+end
+
+--- Has the way through IAP failed before it reached the worker? Then the internal address may do.
+local function is_closed_way(e)
+  return e.op == "iap" and e.close_code ~= 4003 and not err.is(e, "cancelled")
 end
 
 ---@private
@@ -105,6 +146,7 @@ function Link:dial(place)
       host_key_policy = settings.host_key_policy,
       timeouts = settings.timeouts,
       config = settings.config,
+      carrier = place.kind == "tunnel" and carrier(worker, settings) or nil,
       match_exec = settings.match_exec,
     })
   end)
@@ -130,14 +172,20 @@ function Link:try_addresses()
     if ok then
       if place.kind == "internal" and place_number > 1 then
         settings.prefer_internal = true
+      elseif place.kind == "tunnel" then
+        settings.tunnels = true
       end
       if settings.on_address then
         settings.on_address(worker, place.kind)
       end
       return result
     end
-    if not err.is(result, table.unpack(PASSING)) then
-      error(result, 0)
+    if list[place_number + 1] and place.kind == "tunnel" then
+      if not is_closed_way(result) then
+        error(result, 0)
+      end
+    elseif not err.is(result, table.unpack(PASSING)) then
+      error(first_failure or result, 0)
     end
     first_failure = first_failure or result
   end

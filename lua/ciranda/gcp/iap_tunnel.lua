@@ -42,6 +42,13 @@ local function now()
   return uv.hrtime() / 1e9
 end
 
+--- At the program's end the loop closes handles before those who hold them hear of it.
+local function close_handle(handle)
+  if not handle:is_closing() then
+    handle:close()
+  end
+end
+
 -- Sending ----------------------------------------------------------------------------------------------------------
 
 --- Bytes that wait in the WebSocket from which no more is given to it.
@@ -228,7 +235,7 @@ local function open(self)
         pump(self)
       end,
       on_end = function(code, reason)
-        deadline:close()
+        close_handle(deadline)
         local failure = self.failure
         self.failure = nil
         self.up, self.ws = false, nil
@@ -393,8 +400,8 @@ function Tunnel:close()
   end
   self.closed = true
   self.waiting_writer = nil
-  self.timer:close()
-  self.kick:close()
+  close_handle(self.timer)
+  close_handle(self.kick)
   local ws = self.ws
   if ws then
     ws:resume()

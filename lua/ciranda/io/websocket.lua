@@ -46,7 +46,7 @@ end
 ---@class ciranda.websocket.Stream what carries the bytes: a socket of the engine's, or luv's
 ---@field read_start fun(self, callback: fun(err: any, data: string?))
 ---@field read_stop fun(self)
----@field write fun(self, data: string, callback: fun(err: any))
+---@field write fun(self, data: string, callback: fun(err: any)): boolean
 ---@field close fun(self)
 
 ---@class ciranda.WebSocket
@@ -88,10 +88,8 @@ local function finish(self, code, reason)
     return
   end
   self.state = "ended"
-  if self.timer then
-    self.timer:stop()
+  if self.timer and not self.timer:is_closing() then
     self.timer:close()
-    self.timer = nil
   end
   self.out, self.pending = {}, 0
   self.stream:close()
@@ -115,7 +113,7 @@ function flush(self)
   local data = table.concat(self.out)
   self.out = {}
   self.writing = true
-  self.stream:write(data, function(err)
+  local open = self.stream:write(data, function(err)
     self.writing = false
     if self.state == "ended" then
       return
@@ -130,6 +128,9 @@ function flush(self)
       self.on_drain()
     end
   end)
+  if not open then
+    finish(self, frame.ABNORMAL, "the connection is closed")
+  end
 end
 
 --- Say that we close, and give the peer a moment to do the same.
@@ -138,6 +139,9 @@ local function begin_close(self, code, reason)
     return
   end
   send_frame(self, frame.CLOSE, frame.close_payload(code, reason))
+  if self.state == "ended" then
+    return
+  end
   self.state = "closing"
   self.timer = uv.new_timer()
   self.timer:start(math.ceil(M.CLOSE_TIMEOUT * 1000), 0, function()
@@ -369,9 +373,12 @@ end
 
 local function write(stream, data)
   task.await(function(done)
-    stream:write(data, function(err)
+    local open = stream:write(data, function(err)
       done(err and errors.wrap(err))
     end)
+    if not open then
+      done(errors.new({ code = "closed", message = "the connection was closed" }))
+    end
     return function()
       stream:close()
       return false
@@ -487,7 +494,9 @@ end
 local function of_luv(handle)
   local stream = {}
   function stream:read_start(callback) -- luacheck: ignore 212
-    handle:read_start(callback)
+    if not handle:is_closing() then
+      handle:read_start(callback)
+    end
   end
   function stream:read_stop() -- luacheck: ignore 212
     if not handle:is_closing() then
@@ -495,7 +504,7 @@ local function of_luv(handle)
     end
   end
   function stream:write(data, callback) -- luacheck: ignore 212
-    handle:write(data, callback)
+    return not handle:is_closing() and handle:write(data, callback) ~= nil
   end
   function stream:close() -- luacheck: ignore 212
     if not handle:is_closing() then

@@ -4,13 +4,14 @@ local access = require("ciranda.provider.access")
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
 local signals = require("ciranda.fleet.signals")
+local uv = require("luv")
 
 local M = {}
 
 --- The arguments of ssh for a worker.
 ---@param worker ciranda.Worker
----@param settings { user: string?, port: integer?, key: string?, policy: string?, known: string? } known:
----  a file that has the worker's own keys under the name of `alias`
+---@param settings { user: string?, port: integer?, key: string?, policy: string?, known: string?, proxy: string? }
+---  known: a file that has the worker's own keys under the name of `alias`; proxy: a command that leads there
 ---@return string[]
 function M.arguments(worker, settings)
   local words = { "ssh" }
@@ -27,6 +28,9 @@ function M.arguments(worker, settings)
   elseif settings.policy then
     option("StrictHostKeyChecking=" .. (settings.policy == "strict" and "yes" or settings.policy))
   end
+  if settings.proxy then
+    option("ProxyCommand=" .. settings.proxy)
+  end
   if settings.key then
     option("IdentitiesOnly=yes")
     words[#words + 1] = "-i"
@@ -42,6 +46,22 @@ function M.arguments(worker, settings)
     words[#words + 1] = settings.user
   end
   return words
+end
+
+--- The command that leads to a worker through IAP.
+---@param worker ciranda.Worker
+---@param tunnel { project: string, zone: string }
+---@return string
+function M.proxy(worker, tunnel)
+  local function quoted(text)
+    return "'" .. text:gsub("%%", "%%%%"):gsub("'", "'\\''") .. "'"
+  end
+  return ("%s iap %s %%p --project=%s --zone=%s"):format(
+    quoted(uv.exepath()),
+    quoted(worker.hostname),
+    quoted(tunnel.project),
+    quoted(tunnel.zone)
+  )
 end
 
 --- The name under which a worker's keys are in the file made for the session.
@@ -92,6 +112,7 @@ function M.session(context, found, extra)
     key = key,
     policy = found.connection.host_key_policy,
     known = directory and directory .. "/known_hosts",
+    proxy = found.tunnelled[worker] and M.proxy(worker, found.connection.tunnel) or nil,
   })
   -- ssh takes options after the host too, and then a command.
   words[#words + 1] = address

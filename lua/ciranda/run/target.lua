@@ -25,6 +25,11 @@ M.flags = {
     type = "boolean",
     help = "true: internal addresses only; false: external ones only. Otherwise the external one, if it answers.",
   },
+  {
+    name = "tunnel-through-iap",
+    type = "boolean",
+    help = "true: through Identity-Aware Proxy (IAP); false: never. Otherwise workers without an external address.",
+  },
   { name = "SLICES", help = "Only these of the slices found, such as 0-3 or slice[0-1],!slice0/worker3." },
   {
     name = "HOSTS",
@@ -130,6 +135,7 @@ end
 ---@field tpu ciranda.gcp.Tpu? when a cloud API was asked
 ---@field connection table what is needed to connect again: user, port, internal_ip, host_key_policy, match_exec, key
 ---@field answered table<ciranda.Worker, string> the address that answered, of those connected to
+---@field tunnelled table<ciranda.Worker, boolean> of these, those that IAP led to
 ---@field cloud ciranda.run.Cloud? where the slices come from, when a cloud API was asked
 ---@field renew (fun(): ciranda.Fleet, string?, function?)? as in `ciranda.run.LaunchOptions`
 ---@field login fun() makes sure that the key is let in; call it before much else
@@ -167,6 +173,26 @@ local function slices_of(fleet, slices)
   return list
 end
 
+--- The way through IAP that the flags allow.
+---@param tpu ciranda.gcp.Tpu?
+---@param flags table
+---@return { project: string, zone: string, always: boolean? }?
+local function tunnel_of(tpu, flags)
+  local wanted = flags.tunnel_through_iap
+  if wanted and (flags.INTERNAL_IP or not tpu) then
+    err.raise({
+      code = "usage",
+      op = "target",
+      message = tpu and "--tunnel-through-iap and internal addresses exclude each other"
+        or "--tunnel-through-iap is for workers of Google Cloud; for hosts, ssh_config has ProxyJump and ProxyCommand",
+    })
+  end
+  if not tpu or wanted == false or flags.INTERNAL_IP ~= nil and not wanted then
+    return nil
+  end
+  return { project = tpu.project, zone = tpu.zone, always = wanted or nil }
+end
+
 --- The target of slices that are known already, as the flags say: which of them, how to log in.
 ---@async
 ---@param slices ciranda.Slice[]
@@ -185,19 +211,26 @@ function M.of(slices, tpu, flags, progress)
     user = (tpu or flags.ssh_user or os.getenv("CIRANDA_SSH_USER")) and access.user(flags.ssh_user) or nil,
     port = flags.ssh_port,
     internal_ip = flags.INTERNAL_IP,
+    tunnel = tunnel_of(tpu, flags),
     host_key_policy = flags.host_keys,
     match_exec = flags.match_exec,
     keys = flags.ssh_key,
   }
-  local options = { keys = flags.ssh_key and key or nil }
+  local options = { keys = flags.ssh_key and key or nil, credentials = tpu and tpu.client.credentials or nil }
   for name, value in pairs(connection) do
     options[name] = value
   end
   local told
-  local answered = {}
+  local answered, tunnelled = {}, {}
   options.on_address = function(worker, kind)
-    answered[worker] = kind == "internal" and worker.internal_address or worker.address
-    if not told and worker.internal_address and worker.internal_address ~= worker.address then
+    answered[worker] = kind ~= "external" and worker.internal_address or worker.address
+    tunnelled[worker] = kind == "tunnel"
+    if told then
+      return
+    elseif kind == "tunnel" then
+      told = kind
+      progress:say("Connecting through IAP%s", flags.tunnel_through_iap and "" or ": no external addresses")
+    elseif worker.internal_address ~= worker.address or options.tunnel and worker.has_external == false then
       told = kind
       progress:say("Connecting by %s addresses", kind)
     end
@@ -229,6 +262,7 @@ function M.of(slices, tpu, flags, progress)
     tpu = tpu,
     connection = connection,
     answered = answered,
+    tunnelled = tunnelled,
     cloud = cloud,
     renew = cloud and function()
       local renewed, now = repair.renew({

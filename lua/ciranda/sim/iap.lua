@@ -34,7 +34,11 @@ local function strike(ws, size)
   if ws.bytes < (fault.bytes or 0) then
     return
   elseif fault.kind == "relay_drop" then
-    ws.socket:abort()
+    -- What was given to the socket arrives: a tunnel that is cut gets on all the same.
+    ws.held, ws.dropping = true, true
+    if ws.socket.pending == 0 then
+      ws.socket:abort()
+    end
   else
     ws.socket:close(fault.code or 1011, fault.message or "as was asked for")
   end
@@ -176,6 +180,9 @@ local function serve(self, socket, greeting, fault)
       on_message(self, ws, message)
     end,
     on_drain = function()
+      if ws.dropping then
+        socket:abort()
+      end
       pump(self)
     end,
     on_end = function(code)

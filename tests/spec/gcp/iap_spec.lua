@@ -430,6 +430,44 @@ describe("a tunnel through IAP", function()
     end)
   end)
 
+  it("carries SSH, whose host keys are checked against the pins all the same", function()
+    local host = dofile("tests/spec/ssh/support.lua")
+    local sshd = host.server()
+    local other = host.server()
+    local _ <close> = setmetatable({}, {
+      __close = function()
+        NODE.endpoints[1].address = "127.0.0.1"
+        sshd:stop()
+        other:stop()
+      end,
+    })
+    with_relay(function(options, world)
+      local ssh = require("ciranda.ssh")
+      NODE.endpoints[1].address = sshd.address
+      local function connect(pins)
+        return ssh.connect({
+          host = INSTANCE,
+          address = "10.255.255.1", -- nobody goes there
+          port = sshd.port,
+          user = sshd.user,
+          keys = host.key("ed25519"),
+          agent = false,
+          config = false,
+          pins = pins,
+          carrier = iap.carrier(options),
+        })
+      end
+      local refused = raised(connect, { other:pin() })
+      assert.equal("hostkey", refused.code)
+      world.faults:add({ kind = "relay_drop", bytes = 20000, count = 100 })
+      local connection <close> = connect({ sshd:pin() })
+      local result = connection:exec("head -c 300000 /dev/zero; echo end")
+      assert.equal(("\0"):rep(300000) .. "end\n", result.stdout)
+      assert.equal(0, result.code)
+      assert(#world.calls > 10)
+    end)
+  end)
+
   it("is a misuse without its place, and a usage error with a wrong URL", function()
     assert.equal("misuse", raised(iap.carrier, { project = "p", zone = "z", credentials = {} }).code)
     assert.equal("misuse", raised(iap.carrier, { wrong = 1 }).code)
