@@ -81,11 +81,13 @@ local function addresses(worker, settings)
   local tunnel = settings.tunnel
   if settings.internal_ip == true then
     add("internal", inside)
-  elseif tunnel and (tunnel.always or settings.tunnels and worker.has_external == false) then
+  elseif tunnel and tunnel.always then
     add("tunnel", inside)
   elseif tunnel and worker.has_external == false and worker.hostname and not settings.prefer_internal then
     add("tunnel", inside)
-    add("internal", inside)
+    if not settings.tunnels then
+      add("internal", inside)
+    end
   elseif settings.internal_ip == false then
     add("external", worker.address)
   elseif settings.prefer_internal then
@@ -185,7 +187,9 @@ function Link:try_addresses()
         error(result, 0)
       end
     elseif not err.is(result, table.unpack(PASSING)) then
-      error(first_failure or result, 0)
+      -- Outside, an internal address may be some other machine's: what is wrong then is that IAP is closed.
+      local elsewhere = err.is(result, "hostkey") and first_failure and first_failure.op == "iap"
+      error(elsewhere and first_failure or result, 0)
     end
     first_failure = first_failure or result
   end

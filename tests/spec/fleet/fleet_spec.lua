@@ -161,6 +161,61 @@ describe("fleet", function()
     assert.is_true(inside:run("true"):ok())
   end)
 
+  it("goes through IAP where no external address is known, and inside when IAP does not let it", function()
+    local ways, refusal
+    local function fleet_of(options)
+      ways = {}
+      local workers = {}
+      for index = 0, 1 do
+        local address = "0." .. index
+        workers[index + 1] = {
+          slice = 0,
+          index = index,
+          address = address,
+          internal_address = address,
+          has_external = false,
+          hostname = "t1v-n-0-w-" .. index,
+        }
+      end
+      options.credentials, options.retry_for = {}, 0.1
+      options.tunnel = options.tunnel or { project = "p", zone = "z" }
+      options.connect = function(given)
+        ways[#ways + 1] = given.carrier and "tunnel" or "direct"
+        if given.carrier and refusal then
+          errors.raise(refusal)
+        end
+        return connect(given)
+      end
+      return fleets.new({ { index = 0, name = "n", workers = workers } }, options)
+    end
+    local function tried(options)
+      local other <close> = fleet_of(options or {})
+      local result = other:select("worker0"):run("true")[1]
+      other:select("worker1"):run("true")
+      return table.concat(ways, " "), result.err
+    end
+    assert.equal("tunnel tunnel", (tried()))
+    assert.equal("direct direct", (tried({ internal_ip = true })))
+    refusal = { code = "permission", op = "iap", message = "no" }
+    assert.equal("tunnel direct direct", (tried()))
+    local way, problem = tried({ tunnel = { project = "p", zone = "z", always = true } })
+    assert.equal("tunnel tunnel", way)
+    assert.equal("permission", problem.code)
+    -- The worker was reached, and its port is closed: that is no matter of the way.
+    refusal = { code = "refused", op = "iap", close_code = 4003, message = "no" }
+    way, problem = tried()
+    assert(not way:find("direct"), way)
+    assert.equal("refused", problem.code)
+    refusal = { code = "auth", op = "ssh.connect", message = "no key was accepted" }
+    assert(not tried():find("direct"))
+    -- Inside, where we are, that address is another machine's.
+    refusal = { code = "permission", op = "iap", message = "no" }
+    machines["0.0"].refuses = { code = "hostkey", message = "another machine" }
+    way, problem = tried()
+    assert.matches("^tunnel direct", way)
+    assert.equal("permission", problem.code)
+  end)
+
   it("gathers equal answers", function()
     local groups = fleet:run("case $HOME in *1.1) echo odd;; *) echo same;; esac"):gather()
     assert.equal("slice0/worker[0-1],slice1/worker0", groups[1].nodes)
