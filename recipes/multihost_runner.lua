@@ -4,9 +4,11 @@ local bundle = require("ciranda.run.bundle")
 local checkpoint = require("ciranda.run.checkpoint")
 local checkpoint_flags = require("ciranda.run.checkpoint_flags")
 local err = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
 local logs = require("ciranda.run.logs")
+local run_hooks = require("ciranda.run.hooks")
 local target = require("ciranda.run.target")
 local task = require("ciranda.task")
 
@@ -139,6 +141,10 @@ for _, flag in ipairs({
     default = 0,
     help = "Further attempts after maintenance or a preemption.",
   },
+  {
+    name = "HOOKS",
+    help = "A Lua file that returns functions: on_stall, on_failure, on_preempted, on_maintenance, on_checkpoint.",
+  },
 }) do
   table.insert(M.flags, flag)
 end
@@ -219,6 +225,7 @@ end
 function M.run(context, hooks)
   local flags = context.flags
   local run = run_name(context)
+  local hooks_of_user = flags.HOOKS and run_hooks.load(flags.HOOKS) or nil
   local found <close> = target.open(context)
   local command = flags.COMMAND
   if hooks then
@@ -242,6 +249,7 @@ function M.run(context, hooks)
     connection = found.connection,
     node_state = found.node_state,
     cloud = found.cloud,
+    chips = found.chips,
     renew = found.renew,
     restarts = restarts(flags),
     watch = {
@@ -251,6 +259,10 @@ function M.run(context, hooks)
       log_limit = flags.LOG_LIMIT,
       log_keep = flags.LOG_KEEP > 0 and flags.LOG_KEEP or nil,
     },
+    notices = found.tpu ~= nil,
+    autocheckpoint = found.slices[1].autocheckpoint,
+    hooks = hooks_of_user,
+    hooks_file = flags.HOOKS and fs.realpath(flags.HOOKS),
     run = run,
     recipe = context.name,
     arguments = context.args,

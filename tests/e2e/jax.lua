@@ -532,6 +532,30 @@ local function main()
       running.program:signal("SIGTERM")
       return math.tointeger(tonumber(drilled))
     end, { status = { 143 }, says = { "saved: step STEP is on disk" } })
+    case("repair under a live run", function(running)
+      running:train(15)
+      ask("POST", ("/sim/v1/nodes/%s-1:lose"):format(NAME))
+      -- The old attempt has ended when the next one is announced; what is on disk then is what that one resumes from.
+      task.timeout(START, function()
+        while not running:said():find("Another attempt in", 1, true) do
+          task.sleep(0.05)
+        end
+      end)
+      local steps = steps_on_disk(checkpoints)
+      task.timeout(START, function()
+        while select(2, running:said():gsub("Running main command", "")) < 2 do
+          task.sleep(0.1)
+        end
+      end)
+      running:train(STEPS)
+      running.program:signal("SIGTERM")
+      return steps[#steps]
+    end, {
+      status = { 143 },
+      trainer = "--save-interval=5",
+      flags = { "--INFRA_RESTARTS=2", "--PREEMPTION_RESTARTS=1", "--FAILURE_GRACE=5" },
+      says = { "The machines: " .. NAME .. " is ACTIVE", "saved: step STEP is on disk", "Attempt 1 (" },
+    })
     case("preemption of a spot slice", function()
       ask("POST", ("/sim/v1/nodes/%s-1:preempt"):format(NAME), { notice = 30 })
     end, preempted)

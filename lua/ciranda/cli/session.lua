@@ -20,6 +20,7 @@ local exit_status -- what os.exit was given
 ---@return fun() remove takes it away again
 function M.on_interrupt(handler)
   table.insert(handlers, 1, handler)
+  engine.catch_signal("SIGUSR1") -- from now on somebody may have a use for it; it would end the program
   return function()
     for i, other in ipairs(handlers) do
       if other == handler then

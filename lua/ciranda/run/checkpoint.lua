@@ -80,6 +80,13 @@ function M.last_step(text)
   return last
 end
 
+--- The time of the last step that a piece of a log speaks of.
+---@param text string
+---@return number? seconds
+function M.step_time(text)
+  return tonumber(text:match(".*completed step: %d+, seconds: ([%d.]+)"))
+end
+
 --- The step at which processes agreed to save and stop, as Orbax logs it when the coordination service has passed a
 --- SIGTERM on: also one that nobody here has sent.
 ---@param text string a piece of a log
@@ -105,6 +112,7 @@ end
 ---@field steps table<ciranda.Worker|string, table<integer, integer>> of those that answered; a bucket stands for all
 ---@field problems table<ciranda.Worker, string> of those that did not
 ---@field answered integer
+---@field iterators table<integer, true> steps that hold the state of a data iterator
 
 --- A directory as one word for a shell: `$NAME` and `${NAME}` mean what they mean in COMMAND, the rest is text.
 ---@param directory string
@@ -139,16 +147,20 @@ local function listing_command(directory)
       .. quoted
       .. " 2>/dev/null || { echo ciranda-none; exit 0; }; echo ciranda-listing; "
       .. 'LC_ALL=C stat -c "%Y %n" -- */ 2>/dev/null; echo ciranda-commits; '
-      .. 'find . -mindepth 2 -maxdepth 2 -name "commit_success*" 2>/dev/null; exit 0'
+      .. 'find . -mindepth 2 -maxdepth 2 -name "commit_success*" 2>/dev/null; echo ciranda-iterators; '
+      .. 'find . -mindepth 2 -maxdepth 2 -name "*iter*" 2>/dev/null; exit 0'
     ):gsub("'", "'\\''")
     .. "'"
 end
 
 --- Reads what the listing command printed.
 ---@param text string
----@return { name: string, mtime: integer, committed: boolean? }[]
+---@return { name: string, mtime: integer, committed: boolean?, iterator: boolean? }[] iterator: the step has an item
+---  whose name has "iter" in it: MaxText saves its data iterator as `iter`, others as `data_iterator` and the like
 function M.parse_listing(text)
-  local directories, commits = text:match("ciranda%-listing\n(.-)ciranda%-commits\n(.*)$")
+  local directories, rest = text:match("ciranda%-listing\n(.-)ciranda%-commits\n(.*)$")
+  local commits, iterators = (rest or ""):match("^(.-)ciranda%-iterators\n(.*)$")
+  commits = commits or rest
   local entries, by_name = {}, {}
   for mtime, name in (directories or ""):gmatch("(%d+) ([^\n]-)/?\n") do
     local entry = { name = name, mtime = math.tointeger(tonumber(mtime)) }
@@ -158,6 +170,11 @@ function M.parse_listing(text)
   for name in (commits or ""):gmatch("%./([^\n/]+)/commit_success") do
     if by_name[name] then
       by_name[name].committed = true
+    end
+  end
+  for name in (iterators or ""):gmatch("%./([^\n/]+)/") do
+    if by_name[name] then
+      by_name[name].iterator = true
     end
   end
   return entries
@@ -193,21 +210,32 @@ function M.look_in_bucket(directory, options)
     table.sort(candidates, function(a, b)
       return a.step > b.step
     end)
-    local steps = {}
+    local steps, iterators = {}, {}
     for place = 1, math.min(#candidates, CANDIDATES) do
       local candidate = candidates[place]
-      local objects = storage:list(bucket, { prefix = candidate.path, delimiter = "/" })
+      local objects, items = storage:list(bucket, { prefix = candidate.path, delimiter = "/" })
+      for _, path in ipairs(items) do
+        iterators[candidate.step] = iterators[candidate.step]
+          or path:sub(#candidate.path + 1):find("iter", 1, true) and true
+          or nil
+      end
       local newest, committed = 0, options.step_of ~= nil
       for _, object in ipairs(objects) do
         newest = math.max(newest, tonumber((object.generation or "0")) or 0)
         committed = committed or object.name:sub(#candidate.path + 1):find("^commit_success") ~= nil
       end
       if committed then
-        -- A generation grows with every write, as a time does: it is compared, never shown.
+        -- A generation grows with every write: it is the time of it, in microseconds.
         steps[candidate.step] = newest
       end
     end
-    return { directory = directory, steps = { [directory] = steps }, problems = {}, answered = 1 }
+    return {
+      directory = directory,
+      steps = { [directory] = steps },
+      problems = {},
+      answered = 1,
+      iterators = iterators,
+    }
   end)
 end
 
@@ -233,14 +261,21 @@ function M.look(fleet, directory, options)
     })
   end
   local path = path_of(directory, options)
-  local listing = { directory = directory, steps = {}, problems = {}, answered = 0 }
+  local listing = { directory = directory, steps = {}, problems = {}, answered = 0, iterators = {} }
   local results = fleet:run(listing_command(path), { timeout = options.timeout or LOOK })
   for _, result in ipairs(results) do
     if result.err or result.code ~= 0 then
       listing.problems[result.worker] = tostring(result.err or ("exit status %s"):format(result.code))
     else
-      listing.steps[result.worker] = M.finished(M.parse_listing(result.stdout), options.step_of)
+      local entries = M.parse_listing(result.stdout)
+      listing.steps[result.worker] = M.finished(entries, options.step_of)
       listing.answered = listing.answered + 1
+      for _, entry in ipairs(entries) do
+        local step = entry.iterator and (options.step_of or M.step_of)(entry.name)
+        if step then
+          listing.iterators[step] = true
+        end
+      end
     end
   end
   return listing
@@ -286,6 +321,21 @@ function M.size(fleet, directory, step, options)
   return kilobytes and math.ceil(kilobytes * 1024 / #fleet) or nil
 end
 
+--- When a step was finished, by the newest of those that have it.
+---@param listing ciranda.checkpoint.Listing
+---@param step integer
+---@return number? seconds since 1970, by the clock of whoever wrote it
+function M.time_of(listing, step)
+  local newest = 0
+  for _, steps in pairs(listing.steps) do
+    newest = math.max(newest, steps[step] or 0)
+  end
+  if newest > 1e14 then
+    newest = newest / 1e6 -- an object's generation
+  end
+  return newest > 0 and newest or nil
+end
+
 ---@class ciranda.checkpoint.Watch
 ---@field private fleet ciranda.Fleet
 ---@field private directory string
@@ -315,6 +365,7 @@ end
 ---@field missed integer? the step at which the workers stopped, which is not on disk
 ---@field unknown string? why nobody can say: no worker answered
 ---@field problems string? the workers that did not answer
+---@field listing ciranda.checkpoint.Listing
 
 --- Looks again, after the end.
 ---@param sync_point integer? the step at which the workers said that they stop: an earlier one on disk was saved in the
@@ -332,6 +383,7 @@ function Watch:after(sync_point)
     step = M.newest(listing),
     before = M.newest(self.listing),
     problems = #silent > 0 and ("%s: %s"):format(nodeset.fold(silent), reason) or nil,
+    listing = listing,
   }
   if listing.answered == 0 then
     report.unknown = reason or "there is no worker"

@@ -10,14 +10,14 @@ local journals = require("ciranda.run.journal")
 local known = require("ciranda.run.known")
 local launch = require("ciranda.run.launch")
 local nodeset = require("ciranda.fleet.nodeset")
+local report = require("ciranda.run.report")
 local task = require("ciranda.task")
 local uv = require("luv")
 
 local M = {}
 
---- Seconds that a worker has from a notice to its end, by the cause. Maintenance: the platform waits for 300 s
---- (Cloud TPU's autocheckpoint), less 10 for the notice to be seen. Spot: Compute Engine's 30 s. The others are ours.
-M.GRACE = { maintenance = 290, spot = 30, user = 300, failure = 30 }
+--- Seconds that a worker has to save, by the cause.
+M.GRACE = require("ciranda.run.notices").GRACE
 
 --- Steps that pass until all processes stand at the one they have agreed on: the largest that any has reached, plus
 --- one, and one more that is under way.
@@ -154,22 +154,12 @@ function Session:show()
   if not self.asked_at then
     return
   end
-  local groups, order = {}, { "told", "at the sync point", "ended" }
-  for _, member in ipairs(self.gang.members) do
+  local rows = {}
+  for place, member in ipairs(self.gang.members) do
     local row = self.rows[member.worker]
-    local state = row.outcome and "ended" or row.sync_point and "at the sync point" or "told"
-    groups[state] = groups[state] or {}
-    table.insert(groups[state], member.worker)
+    rows[place] = { worker = member.worker, ended = row.outcome ~= nil, synced = row.sync_point ~= nil }
   end
-  local pieces = {}
-  for _, state in ipairs(order) do
-    if groups[state] then
-      pieces[#pieces + 1] = ("%s: %s"):format(state, nodeset.fold(groups[state]))
-    end
-  end
-  self.options.progress:status(
-    ("Saving, %.0f s: %s"):format(now() - self.asked_at, table.concat(pieces, "; "))
-  )
+  self.options.progress:status(report.stop_state(rows, now() - self.asked_at))
 end
 
 ---@class ciranda.drill.Saved
@@ -230,10 +220,10 @@ function Session:save(grace, reason)
       sync_point = math.max(sync_point or 0, row.sync_point)
     end
   end
-  local report = before:after(sync_point)
+  local after = before:after(sync_point)
   local result = {
-    saved = report.saved,
-    step = report.step,
+    saved = after.saved,
+    step = after.step,
     grace = grace,
     killed = {},
     lost = {},
@@ -248,16 +238,16 @@ function Session:save(grace, reason)
     end
     result.took = math.max(result.took or 0, outcome.took or 0)
   end
-  result.text = checkpoint.describe(report, self.directory)
-  if report.saved and #result.killed > 0 then
+  result.text = checkpoint.describe(after, self.directory)
+  if after.saved and #result.killed > 0 then
     result.text = ("%s, but %s went on after it and had to be killed: saved, still running"):format(
       result.text,
       nodeset.fold(result.killed)
     )
   end
   if journal then
-    if report.saved then
-      journal:append("saved", { attempt = self.last.attempt, step = report.step })
+    if after.saved then
+      journal:append("saved", { attempt = self.last.attempt, step = after.step })
     end
     journal:append("attempt_end", {
       attempt = self.last.attempt,

@@ -4,6 +4,7 @@
 -- they are the same, and that is here and in `ciranda.run.round`. `attach` takes up a run whose runner is gone.
 local budgets = require("ciranda.run.budget")
 local err = require("ciranda.io.error")
+local hooks = require("ciranda.run.hooks")
 local journals = require("ciranda.run.journal")
 local known = require("ciranda.run.known")
 local leases = require("ciranda.run.lease")
@@ -45,8 +46,12 @@ local M = {}
 ---@field cloud ciranda.run.Cloud? where the machines come from; `attach` needs it to renew them
 ---@field renew (fun(): ciranda.Fleet, string?, function?)? before an attempt that follows a failure of the machines:
 ---  waits until they are back; the fleet as it is now (closed by the run), a note, and `environment_of`
+---@field notices boolean? the workers have a metadata server that tells of maintenance and preemption
+---@field autocheckpoint boolean? the platform sends SIGTERM itself before maintenance
+---@field hooks table<string, fun(happening: ciranda.run.Happening): any>? see `ciranda.run.hooks`
+---@field hooks_file string? where they are from, for `attach`
 ---@field chips integer? of all slices, for the chip-hours lost
----@field further boolean? this is not the first attempt
+---@field further ciranda.run.Steps|true|nil this is not the first attempt; what the logs of the one before spoke of
 ---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? besides `environment`, for one worker
 
 ---@class ciranda.run.Watching
@@ -61,8 +66,10 @@ local M = {}
 ---@field kind "done"|"user"|"infra"|"preempted"|"stopped"|"staging"|"deadline"|"interrupted"|"detached"
 ---@field message string the last line
 ---@field final boolean? there must be no further attempt
+---@field told boolean? a notice came first, and its hook was called then
 ---@field worker ciranda.Worker? who fell first
 ---@field reason string? why, in a few words
+---@field steps ciranda.run.Steps? what its logs spoke of
 
 --- A worker as the journal keeps it: what `attach` needs to find it again.
 ---@param worker ciranda.Worker
@@ -113,6 +120,8 @@ local function run_attempt(options, journal, series)
     checkpoint_directory = options.checkpoint_directory,
     grace = options.grace,
     failure_grace = options.failure_grace,
+    autocheckpoint = options.autocheckpoint,
+    hooks_file = options.hooks_file,
     restarts = options.restarts,
     staging = options.staging,
     bundle = remembered_bundle(options.bundle),
@@ -192,6 +201,29 @@ local function renew(options)
   return fleet.message, taken and "preempted" or "infra"
 end
 
+--- The hooks that are told of an attempt's end.
+local HOOKS =
+  { user = "on_failure", infra = "on_failure", staging = "on_failure", preempted = "on_preempted" }
+
+--- Tells a hook of an attempt's end.
+---@param options ciranda.run.LaunchOptions
+---@param name string
+---@param attempt string
+---@param result { message: string, kind: string?, status: integer?, worker: ciranda.Worker? }
+---@return any
+local function tell(options, name, attempt, result)
+  return hooks.call(options.hooks, name, {
+    run = options.run,
+    attempt = attempt,
+    text = result.message,
+    kind = result.kind,
+    status = result.status,
+    worker = result.worker,
+  }, function(...)
+    options.progress:say(...)
+  end)
+end
+
 --- Attempts until one has ended the run: done, stopped, or beyond its budget.
 ---@param options ciranda.run.LaunchOptions fleet and environment_of change with the machines
 ---@param journal ciranda.Journal
@@ -229,6 +261,10 @@ local function continue(options, journal, result)
       options.progress:say("Bad: %s, with two infrastructure failures in the last three attempts", bad)
       journal:append("bad", { attempt = last.attempt, workers = bad })
     end
+    local hook = HOOKS[result.kind]
+    if hook and not result.final and not result.told then
+      tell(options, hook, last.attempt, result)
+    end
     local pause, used
     if not result.final then
       pause, used = budget:again()
@@ -242,6 +278,9 @@ local function continue(options, journal, result)
     if options.renew and result.kind ~= "user" then
       local before = options.fleet
       local why, kind = renew(options)
+      if kind == "preempted" and tell(options, "on_preempted", last.attempt, { message = why }) == true then
+        why, kind = renew(options) -- the hook has had them made again
+      end
       if why then
         return conclude(options, budget, {
           status = 1,
@@ -252,7 +291,7 @@ local function continue(options, journal, result)
         before:close()
       end
     end
-    options.further = true
+    options.further = result.steps or true
     idle = false
     result = run_attempt(options, journal, last.series)
     idle = true
@@ -307,6 +346,10 @@ function M.attach(options)
     failure_grace = last.failure_grace,
     restarts = last.restarts,
     staging = last.staging,
+    autocheckpoint = last.autocheckpoint,
+    notices = last.cloud ~= nil,
+    hooks_file = last.hooks_file,
+    hooks = last.hooks_file and hooks.load(last.hooks_file) or nil,
     connection = last.connection,
     cloud = last.cloud,
     environment = last.environment,

@@ -91,6 +91,25 @@ function M.stopped(verdict)
   return lines
 end
 
+--- How far a stop is: workers of one state together.
+---@param rows { worker: ciranda.Worker, ended: boolean, synced: boolean }[] synced: it stands at the agreed step
+---@param seconds number since the request
+---@return string
+function M.stop_state(rows, seconds)
+  local groups, pieces = {}, {}
+  for _, row in ipairs(rows) do
+    local state = row.ended and "ended" or row.synced and "at the sync point" or "told"
+    groups[state] = groups[state] or {}
+    table.insert(groups[state], row.worker)
+  end
+  for _, state in ipairs({ "told", "at the sync point", "ended" }) do
+    if groups[state] then
+      pieces[#pieces + 1] = ("%s: %s"):format(state, nodeset.fold(groups[state]))
+    end
+  end
+  return ("Saving, %.0f s: %s"):format(seconds, table.concat(pieces, "; "))
+end
+
 --- Lines as they are printed for the end of a log.
 ---@param worker ciranda.Worker
 ---@param tail string[]

@@ -4,39 +4,40 @@
 -- the verdict.
 local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
+local ending = require("ciranda.run.ending")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
+local hooks = require("ciranda.run.hooks")
 local leases = require("ciranda.run.lease")
 local logs_of = require("ciranda.run.logs")
-local nodeset = require("ciranda.fleet.nodeset")
+local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
 local report = require("ciranda.run.report")
+local save_on_demand = require("ciranda.run.save_on_demand")
 local steps = require("ciranda.run.steps")
 local task = require("ciranda.task")
 local uv = require("luv")
 
 local M = {}
 
---- Exit statuses when the runner itself was told to stop, and when it leaves the job alone.
-local STOPPED = { SIGINT = 130, SIGTERM = 143 }
+--- Exit statuses of signals that stop, and when the runner leaves the job alone.
+local STOPPED = ending.STOPPED
 local DETACHED = 129
 
---- States of a node after which its worker was preempted, and seconds that asking for the state may take.
-local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }
-local ASK_NODE = 15
+--- Seconds in which the platform's own SIGTERM may act before ours is sent.
+local PLATFORM_FIRST = 5
 
 --- States of a node whose machines run, and seconds for which an answer about a node stands for all its workers.
 local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 local ANSWER_LASTS = 10
+--- Seconds that asking for it may take.
+local ASK_NODE = 15
 
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
 
 --- Up to so many workers every log is followed while it grows; of more, the first one's and those that are shown.
 local FOLLOW_ALL = 64
-
---- Log lines shown of the worker that failed first.
-local TAIL_LINES = 20
 
 ---@class ciranda.run.Round
 ---@field options ciranda.run.LaunchOptions
@@ -69,11 +70,13 @@ function M.new(options, journal, id)
     fleet = options.fleet,
     directory = options.checkpoint_directory,
     base = round.directory,
+    chips = options.chips,
     say = function(...)
       round:say(...)
     end,
     on_saved = function(step)
       journal:append("saved", { attempt = id, step = step })
+      round:happen("on_checkpoint", { step = step, text = ("step %d is on disk"):format(step) })
     end,
   })
   round.remove_handler = options.on_interrupt(function(name)
@@ -90,7 +93,7 @@ end
 --- Waits until `fn` is done or a signal asks for something; returns what it asks for.
 ---@private
 ---@param finished ciranda.task.Event
----@return "finished"|"stop"|"detach"
+---@return "finished"|"stop"|"notice"|"save"|"detach"
 function Round:wait(finished)
   while true do
     if finished:is_set() then
@@ -99,6 +102,10 @@ function Round:wait(finished)
       return "detach"
     elseif self.request.stop and not self.stopping then
       return "stop"
+    elseif self.request.notice and not self.notice and not self.stopping then
+      return "notice"
+    elseif self.request.save then
+      return "save"
     end
     task.race({
       function()
@@ -115,12 +122,15 @@ function Round:wait(finished)
 end
 
 --- What the signals of the runner mean while the command runs: the first Ctrl-C or SIGTERM saves and stops, the next
---- one leaves, SIGHUP leaves at once. Before the command runs they cancel, as everywhere.
+--- one leaves, SIGHUP leaves at once, SIGUSR1 saves and goes on. Before the command runs they cancel, as everywhere,
+--- and SIGUSR1 means nothing.
 ---@private
 ---@param name string
 ---@return boolean handled
 function Round:signalled(name)
-  if not self.running then
+  if name == "SIGUSR1" then
+    self.request.save = self.running
+  elseif not self.running then
     return false
   elseif name == "SIGHUP" or (STOPPED[name] and self.request.stop) then
     self.request.detach = name
@@ -159,23 +169,138 @@ function Round:status_line(gang)
   end
 end
 
---- Watches the gang and obeys the runner's signals.
+--- Tells a hook of something, in a task of its own.
+---@private
+---@param name string
+---@param fields table
+function Round:happen(name, fields)
+  if self.options.hooks and self.happenings then
+    fields.run, fields.attempt = self.options.run, self.id
+    fields.step = fields.step or self.steps.last_step
+    self.happenings:put({ name = name, fields = fields })
+  end
+end
+
+--- Calls the hooks, one after the other, until nothing more can happen.
+---@private
+function Round:call_hooks()
+  local function say(...)
+    self:say(...)
+  end
+  for happening in
+    function()
+      return self.happenings:get()
+    end
+  do
+    hooks.call(self.options.hooks, happening.name, happening.fields, say)
+  end
+end
+
+--- A worker has learned from its platform what will happen to its machine.
+---@private
+---@param gang ciranda.run.Gang
+---@param notice ciranda.run.Notice
+function Round:noticed(gang, notice)
+  for _, member in ipairs(gang.members) do
+    if member.worker == notice.worker then
+      notice.at = notice.at - member.attempt.clock_offset
+    end
+  end
+  local worker = notice.worker
+  notice.text = ("%s, slice %d worker %d"):format(notice.text, worker.slice, worker.index)
+  self:say("Notice: %s", notice.text)
+  self.journal:append("notice", {
+    attempt = self.id,
+    slice = worker.slice,
+    worker = worker.index,
+    cause = notice.cause,
+    text = notice.text,
+    at = notice.at,
+  })
+  local hook = notice.cause == "spot" and "on_preempted" or "on_maintenance"
+  self:happen(hook, { worker = worker, text = notice.text })
+  if notice.cause and not self.request.notice then
+    self.request.notice = notice
+    self.wake:set()
+  end
+end
+
+--- Stops the gang because of a notice: the clock of its grace began at the notice.
+---@private
+---@param gang ciranda.run.Gang
+---@param notice ciranda.run.Notice
+---@param finished ciranda.task.Event
+---@return ciranda.checkpoint.Watch? before
+function Round:obey(gang, notice, finished)
+  self.notice = notice
+  local before
+  if notice.cause ~= "spot" then
+    before = self.steps:look_before()
+  end
+  if self.options.autocheckpoint then
+    -- The platform sends its own SIGTERM; ours comes only after it, for a framework that takes one.
+    pcall(task.timeout, PLATFORM_FIRST, finished.wait, finished)
+  end
+  local seconds, microseconds = uv.gettimeofday()
+  local passed = math.max(0, seconds + microseconds / 1e6 - notice.at)
+  local grace = math.max(1, notices.GRACE[notice.cause] - passed)
+  self:say("TERM to every worker, KILL after %.0f s", grace)
+  gang:stop(grace, notice.text)
+  return before
+end
+
+--- How far a stop is, workers of one state together.
+---@private
+---@param gang ciranda.run.Gang
+function Round:show_stop(gang)
+  if gang.stopping then
+    local rows = {}
+    for place, member in ipairs(gang.members) do
+      rows[place] = {
+        worker = member.worker,
+        ended = member.outcome ~= nil,
+        synced = self.steps.synced[member.worker] ~= nil,
+      }
+    end
+    self.options.progress:status(report.stop_state(rows, uv.hrtime() / 1e9 - gang.stopping.at))
+  end
+end
+
+--- Watches the gang, the platform's notices and the runner's signals.
 ---@private
 ---@return ciranda.run.LaunchResult
 function Round:watch(gang)
+  local options = self.options
   local scope <close> = task.scope()
   local finished = task.event()
   local verdict
+  self.happenings = task.queue(1000)
+  local aside = {}
+  local function beside(fn, ...)
+    aside[#aside + 1] = scope:spawn(fn, ...)
+  end
   local watching = scope:spawn(function()
     verdict = gang:watch()
     finished:set()
   end)
-  local lines = scope:spawn(function()
+  beside(function()
     self.logs:show_lines()
   end)
-  local screen = scope:spawn(function()
+  beside(function()
     self.output:run()
   end)
+  if options.notices then
+    beside(notices.watch, options.fleet, function(notice)
+      self:noticed(gang, notice)
+    end)
+  end
+  local calling = scope:spawn(self.call_hooks, self)
+  local function end_aside()
+    for _, child in ipairs(aside) do
+      child:cancel("the end")
+    end
+    self.happenings:close()
+  end
   local before
   while true do
     local what = self:wait(finished)
@@ -183,106 +308,41 @@ function Round:watch(gang)
       break
     elseif what == "detach" then
       watching:cancel("detached")
-      lines:cancel("detached")
-      screen:cancel("detached")
+      end_aside()
       return {
         status = DETACHED,
         kind = "detached",
         message = ("Detached: the job goes on on the workers. `ciranda attach %s` takes it up again."):format(
-          self.options.run
+          options.run
         ),
       }
+    elseif what == "save" then
+      self.request.save = false
+      beside(save_on_demand.save, gang, self.steps, function(...)
+        self:say(...)
+      end)
+    elseif what == "notice" then
+      before = self:obey(gang, self.request.notice, finished)
+    else
+      self.stopping = self.request.stop
+      local grace = options.grace or notices.GRACE.user
+      self:say(
+        "%s: TERM to every worker, KILL after %g s; once more to leave at once (the stop goes on)",
+        self.stopping,
+        grace
+      )
+      before = self.steps:look_before()
+      gang:stop(grace, self.stopping .. " to the runner")
     end
-    self.stopping = self.request.stop
-    local grace = self.options.grace or 300
-    self:say(
-      "%s: TERM to every worker, KILL after %g s; once more to leave at once (the stop goes on)",
-      self.stopping,
-      grace
-    )
-    before = self.steps:look_before()
-    gang:stop(grace, self.stopping .. " to the runner")
   end
-  lines:cancel("the end")
-  screen:cancel("the end")
+  for _, child in ipairs(aside) do
+    child:cancel("the end")
+  end
   self.output:flush()
-  return self:conclude(verdict, before)
-end
-
---- Asks the cloud about the node of a worker that was lost: one that was preempted is no failure of the machine.
----@private
----@param verdict ciranda.run.Cause
-function Round:ask_about_lost(verdict)
-  local failed = verdict.first
-  if not failed or not failed.lost or not self.options.node_state then
-    return
-  end
-  local ok, state = pcall(task.timeout, ASK_NODE, self.options.node_state, failed.worker)
-  if not ok then
-    if not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
-      error(state, 0)
-    end
-    return
-  end
-  if not failed.lost:find("its node", 1, true) then
-    failed.lost = ("%s; its node %s is %s"):format(failed.lost, failed.worker.node or "", state)
-  end
-  if PREEMPTED[state] then
-    verdict.kind = "preempted"
-  end
-end
-
---- The verdict on a gang that was stopped, and not from here.
----@private
----@param verdict ciranda.run.Cause
----@param saved integer? the step that is on disk since the stop
----@return ciranda.run.LaunchResult
-function Round:stopped_elsewhere(verdict, saved)
-  local reasons = {}
-  for _, outcome in ipairs(verdict.stopped) do
-    reasons[outcome.reason or ""] = outcome
-  end
-  local who = nodeset.fold(self.options.fleet:workers())
-  if reasons[attempt.TAKEN] then
-    return {
-      status = 1,
-      kind = "infra",
-      final = true,
-      reason = "another attempt took the workers",
-      message = ("infra: %s were taken by another attempt; logs located in: %s/"):format(
-        who,
-        self.logs_directory
-      ),
-    }
-  elseif reasons[attempt.SHUTDOWN] then
-    local worker = reasons[attempt.SHUTDOWN].worker
-    return {
-      status = 1,
-      kind = "infra",
-      worker = worker,
-      reason = ("slice %d worker %d was shut down"):format(worker.slice, worker.index),
-      message = ("infra: slice %d worker %d was shut down; logs located in: %s/"):format(
-        worker.slice,
-        worker.index,
-        self.logs_directory
-      ),
-    }
-  end
-  local reason = next(reasons)
-  local saving = not self.options.checkpoint_directory and ""
-    or saved and ("saved step %d, "):format(saved)
-    or "not saved, "
-  return {
-    status = STOPPED.SIGTERM,
-    kind = "stopped",
-    reason = reason,
-    message = ("stopped: by %s, %sexit status %d; logs located in: %s/"):format(
-      reason ~= "" and reason or "others",
-      saving,
-      STOPPED.SIGTERM,
-      self.logs_directory
-    ),
-  }
+  local result = ending.conclude(self, verdict, before)
+  self.happenings:close()
+  calling:wait()
+  return result
 end
 
 --- Why a worker that does not answer will not come back as it was, by what the cloud says of its node.
@@ -310,100 +370,6 @@ function Round:machine_gone(worker)
     return ("the machine does not answer, and its node %s has others now"):format(worker.node)
   end
   return nil
-end
-
---- Says how it ended.
----@private
----@param verdict ciranda.run.Cause
----@param before ciranda.checkpoint.Watch?
----@return ciranda.run.LaunchResult
-function Round:conclude(verdict, before)
-  local directory = self.logs_directory
-  local failed = verdict.first
-  self:ask_about_lost(verdict)
-  if failed then
-    -- What was named first may have been a consequence of something seen later.
-    if self.named and self.named.worker ~= failed.worker then
-      self:say("%s", cause.failure_line(failed))
-    end
-    for _, line in ipairs(report.failure(verdict)) do
-      self:say("%s", line)
-    end
-    for _, line in ipairs(report.tail(failed.worker, self.logs:tail(failed.worker, TAIL_LINES))) do
-      self:say("%s", line)
-    end
-  end
-  for _, line in ipairs(report.stopped(verdict)) do
-    self:say("%s", line)
-  end
-  local asked_at
-  for _, outcome in ipairs(verdict.stopped) do
-    asked_at = math.min(asked_at or math.huge, outcome.stopped_at or math.huge)
-  end
-  local there, lost = {}, {}
-  for _, outcome in ipairs(failed and { failed, table.unpack(verdict.consequences) } or {}) do
-    lost[outcome.worker] = outcome.lost ~= nil
-  end
-  for _, worker in ipairs(self.options.fleet:workers()) do
-    there[#there + 1] = not lost[worker] and worker or nil
-  end
-  local elsewhere = not failed and not self.stopping and #verdict.stopped > 0
-  local preempted = not self.stopping and not elsewhere and self.steps:obeyed_a_signal()
-  local saved
-  if failed or self.stopping or preempted or elsewhere then
-    saved = self.steps:tell(before, {
-      stopped = self.stopping ~= nil or elsewhere,
-      obeyed = preempted,
-      since = elsewhere and asked_at or nil,
-      there = there,
-    })
-  end
-  if failed then
-    self:say("Main command finished with errors, check the logs located in: %s/", directory)
-    local kind = preempted and "preempted" or verdict.kind
-    local how = ("exit status %s, from slice %d worker %d"):format(
-      cause.describe_status(failed),
-      failed.worker.slice,
-      failed.worker.index
-    )
-    return {
-      status = verdict.status,
-      kind = kind,
-      final = self.stopping ~= nil,
-      worker = failed.worker,
-      reason = ("slice %d worker %d%s"):format(
-        failed.worker.slice,
-        failed.worker.index,
-        failed.lost and " lost: " .. failed.lost or ""
-      ),
-      message = ("%s: %s"):format(kind, how),
-    }
-  elseif self.stopping then
-    return {
-      status = STOPPED[self.stopping],
-      kind = "interrupted",
-      message = ("interrupted: stopped by %s, exit status %d; logs located in: %s/"):format(
-        self.stopping,
-        STOPPED[self.stopping],
-        directory
-      ),
-    }
-  elseif elsewhere then
-    return self:stopped_elsewhere(verdict, saved)
-  elseif preempted then
-    return {
-      status = STOPPED.SIGTERM,
-      kind = "preempted",
-      message = (
-        "preempted: a SIGTERM that did not come from here stopped the command%s, exit status %d; the same "
-        .. "command goes on from its last checkpoint"
-      ):format(
-        self.steps.sync_point and (" at step %d"):format(self.steps.sync_point) or "",
-        STOPPED.SIGTERM
-      ),
-    }
-  end
-  return { status = 0, kind = "done", message = self.options.success or "Finished." }
 end
 
 --- Runs a step whose failure ends the run; sets the result when it fails.
@@ -440,6 +406,7 @@ end
 ---@param result ciranda.run.LaunchResult
 function Round:ended(result)
   self.result = result
+  result.steps = self.steps
   self.journal:append("attempt_end", {
     attempt = self.id,
     status = result.status,
@@ -481,7 +448,8 @@ function Round:make_gang()
   local options = self.options
   local staging = options.staging or {}
   local watch = options.watch or {}
-  return gangs.new({
+  local gang
+  gang = gangs.new({
     fleet = options.fleet,
     run = options.run,
     id = self.id,
@@ -528,28 +496,39 @@ function Round:make_gang()
         stall.seconds,
         options.run
       )
+      self:happen("on_stall", {
+        seconds = stall.seconds,
+        worker = stall.worker,
+        text = ("no worker has written anything for %.0f s"):format(stall.seconds),
+      })
       if options.on_stall then
         options.on_stall(stall)
       end
     end,
-    on_change = function(gang)
-      self:status_line(gang)
+    on_change = function(changed)
+      self:status_line(changed)
     end,
     on_bytes = function(worker, bytes)
       self.logs:take(worker, bytes)
       self.steps:read(worker, bytes)
+      self:show_stop(gang)
       if options.on_bytes then
         options.on_bytes(worker, bytes)
       end
     end,
     on_outcome = function(outcome)
       self.logs:finish(outcome.worker)
+      if outcome.reason == attempt.SHUTDOWN and not gang.stopping then
+        gang:stop(notices.GRACE.spot, "the machine of another worker shuts down")
+      end
+      self:show_stop(gang)
     end,
     on_failure = function(outcome)
       self.named = outcome
       self:say("%s", cause.failure_line(outcome))
     end,
   })
+  return gang
 end
 
 ---@private
@@ -601,6 +580,9 @@ function Round:run()
   local gang = self:make_gang()
   if not self:try("staging", "nothing was started", gang.stage, gang) then
     return self.result
+  end
+  if self.options.further then
+    self.steps:tell_start(self.options.further ~= true and self.options.further or nil)
   end
   self:open_logs()
   self:say("Running main command, logs located in: %s/", self.logs_directory)

@@ -3,6 +3,7 @@
 -- Logs are read as they come, so that the end can say what was lost; the disk decides what was saved.
 local checkpoint = require("ciranda.run.checkpoint")
 local err = require("ciranda.io.error")
+local uv = require("luv")
 
 local M = {}
 
@@ -14,12 +15,15 @@ local LOOK_BEFORE = 5
 ---@field directory string? where COMMAND saves; nil when nobody has said it
 ---@field base string the directory COMMAND runs in, below the login directory
 ---@field say fun(format: string, ...)
+---@field chips integer? of all slices
 ---@field on_saved fun(step: integer) a save by signal is on disk
 
 ---@class ciranda.run.Steps
 ---@field options ciranda.run.StepsOptions
 ---@field last_step integer? the last that a log speaks of
 ---@field sync_point integer? where the processes agreed to save and stop
+---@field synced table<ciranda.Worker, integer> the same, by those that have said so
+---@field step_time number? seconds, the last that a log speaks of
 ---@field told_to_stop boolean? a log says that a SIGTERM ended the training
 ---@field private partial table<ciranda.Worker, string> the beginnings of lines that have not ended
 local Steps = {}
@@ -28,7 +32,7 @@ Steps.__index = Steps
 ---@param options ciranda.run.StepsOptions
 ---@return ciranda.run.Steps
 function M.new(options)
-  return setmetatable({ options = options, partial = {} }, Steps)
+  return setmetatable({ options = options, partial = {}, synced = {} }, Steps)
 end
 
 --- Takes note of the steps that a log speaks of, and of a stop that the command was told of.
@@ -42,7 +46,10 @@ function Steps:read(worker, bytes)
   if step and step > (self.last_step or -1) then
     self.last_step = step
   end
-  self.sync_point = checkpoint.sync_point(lines) or self.sync_point
+  self.step_time = checkpoint.step_time(lines) or self.step_time
+  local synced = checkpoint.sync_point(lines)
+  self.synced[worker] = synced or self.synced[worker]
+  self.sync_point = synced or self.sync_point
   self.told_to_stop = self.told_to_stop or checkpoint.stopped_by_signal(lines)
   self.partial[worker] = text:sub(cut):sub(-4096)
 end
@@ -81,16 +88,45 @@ end
 ---@field obeyed boolean it says itself that a signal stopped it
 ---@field there ciranda.Worker[] those that were not lost, which can be asked
 
---- When a step's directory was made, by the newest of those who have it.
----@param listing ciranda.checkpoint.Listing
----@param step integer
----@return integer seconds since 1970
-local function time_of(listing, step)
-  local newest = 0
-  for _, steps in pairs(listing.steps) do
-    newest = math.max(newest, steps[step] or 0)
+---@param seconds number
+---@return string
+local function age(seconds)
+  if seconds < 120 then
+    return ("%.0f s"):format(seconds)
+  elseif seconds < 7200 then
+    return ("%.0f min"):format(seconds / 60)
   end
-  return newest
+  return ("%.1f h"):format(seconds / 3600)
+end
+
+--- The line on what a restart begins from, and what is lost to it.
+---@private
+---@param listing ciranda.checkpoint.Listing
+---@param step integer? the newest on disk
+function Steps:tell_loss(listing, step)
+  local at = step and checkpoint.time_of(listing, step)
+  local pieces = {}
+  if at then
+    local seconds, microseconds = uv.gettimeofday()
+    pieces[1] = ("saved %s ago"):format(age(math.max(0, seconds + microseconds / 1e6 - at)))
+  end
+  local lost = self.last_step and math.max(0, self.last_step - (step or -1))
+  if lost and lost > 0 and self.step_time and self.options.chips then
+    pieces[#pieces + 1] = ("%.3g chip-hours of work lost"):format(
+      lost * self.step_time * self.options.chips / 3600
+    )
+  end
+  if step then
+    pieces[#pieces + 1] = listing.iterators and listing.iterators[step] and "the data iterator is in it"
+      or "no data iterator is in it: the data begins anew"
+  end
+  if #pieces > 0 then
+    self.options.say(
+      "A restart begins %s: %s",
+      step and "after step " .. step or "at the first step",
+      table.concat(pieces, "; ")
+    )
+  end
 end
 
 --- What is on disk, when nobody looked before the end.
@@ -110,9 +146,13 @@ function Steps:tell_newest(how)
   local step = checkpoint.newest(listing)
   local at_sync_point = self.sync_point and step == self.sync_point
   -- A directory's time has whole seconds.
-  local since = how.since and not self.sync_point and step and time_of(listing, step) >= math.floor(how.since)
+  local since = how.since
+    and not self.sync_point
+    and step
+    and checkpoint.time_of(listing, step) >= math.floor(how.since)
   if (how.obeyed or how.stopped) and (at_sync_point or since) then
     options.say("Checkpoint: saved: step %d is on disk in %s", step, options.directory)
+    self:tell_loss(listing, step)
     options.on_saved(step)
     return step
   end
@@ -129,7 +169,22 @@ function Steps:tell_newest(how)
         )
       or ""
   )
+  self:tell_loss(listing, step)
   return nil
+end
+
+--- Says what is on disk before a further attempt, which begins there; a look that fails keeps nothing back.
+---@async
+---@param earlier ciranda.run.Steps? of the attempt before
+function Steps:tell_start(earlier)
+  local watch = self:look_before()
+  if watch then
+    if earlier then
+      self.last_step, self.step_time = earlier.last_step, earlier.step_time
+    end
+    self:tell_loss(watch.listing, checkpoint.newest(watch.listing))
+    self.last_step = nil
+  end
 end
 
 --- Says what is on disk after the end.
@@ -154,6 +209,9 @@ function Steps:tell(watch, how)
     end
     local said = watch:after(self.sync_point)
     options.say("Checkpoint: %s", checkpoint.describe(said, options.directory, self.last_step))
+    if not said.unknown then
+      self:tell_loss(said.listing, said.step)
+    end
     if said.saved then
       options.on_saved(said.step)
       return said.step

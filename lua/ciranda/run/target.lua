@@ -137,6 +137,7 @@ end
 ---@field answered table<ciranda.Worker, string> the address that answered, of those connected to
 ---@field tunnelled table<ciranda.Worker, boolean> of these, those that IAP led to
 ---@field cloud ciranda.run.Cloud? where the slices come from, when a cloud API was asked
+---@field chips integer? of the slices chosen, when the cloud tells their type
 ---@field renew (fun(): ciranda.Fleet, string?, function?)? as in `ciranda.run.LaunchOptions`
 ---@field login fun() makes sure that the key is let in; call it before much else
 local Target = {}
@@ -191,6 +192,22 @@ local function tunnel_of(tpu, flags)
     return nil
   end
   return { project = tpu.project, zone = tpu.zone, always = wanted or nil }
+end
+
+--- How many chips slices have; nil when a type is not known.
+---@param slices ciranda.Slice[]
+---@return integer?
+local function chips_of(slices)
+  local topologies = require("ciranda.mesh.topology")
+  local chips = 0
+  for _, slice in ipairs(slices) do
+    local ok, topology = pcall(topologies.of, slice.accelerator)
+    if not ok then
+      return nil
+    end
+    chips = chips + topology.chips
+  end
+  return chips
 end
 
 --- The target of slices that are known already, as the flags say: which of them, how to log in.
@@ -264,6 +281,7 @@ function M.of(slices, tpu, flags, progress)
     answered = answered,
     tunnelled = tunnelled,
     cloud = cloud,
+    chips = cloud and chips_of(slices_of(fleet, slices)),
     renew = cloud and function()
       local renewed, now = repair.renew({
         cloud = cloud,

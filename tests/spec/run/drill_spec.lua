@@ -77,10 +77,10 @@ describe("run.drill", function()
     slices, connect, machines = machines_of.make(options.slices or 2, options.workers or 1, { root = base })
     workers = fleets.new(slices, { connect = connect, retry_for = 2 })
     local directory = base .. "/shared"
-    local handler, verdict
+    local handler, verdict, result
     task.all({
       function()
-        launch.run({
+        result = launch.run({
           fleet = workers,
           run = run,
           recipe = "multihost_runner",
@@ -93,6 +93,7 @@ describe("run.drill", function()
           progress = progress,
           failure_grace = 1,
           checkpoint_directory = directory,
+          restarts = options.restarts,
           on_interrupt = function(given)
             handler = given
             return function() end
@@ -112,7 +113,7 @@ describe("run.drill", function()
         verdict = act(run)
       end,
     })
-    return verdict, run
+    return verdict, run, result
   end
 
   local function open(run, more)
@@ -160,6 +161,25 @@ describe("run.drill", function()
       end_machines()
     end)
   end
+
+  it("ends a live runner as stopped, with the step saved and nothing tried again", function()
+    local saved_there, run, result = with_job(
+      { restarts = { user = 3, infra = 3, preempted = 3 } },
+      function(run)
+        local session <close> = open(run)
+        return session:save(20, "autocheckpoint save")
+      end
+    )
+    assert.is_true(saved_there.saved)
+    assert.same({ 143, "stopped" }, { result.status, result.kind }, table.concat(said, "\n"))
+    assert.matches(
+      ("^stopped: by autocheckpoint save, saved step %d, exit status 143"):format(saved_there.step),
+      result.message
+    )
+    local attempts = journal.read(run).attempts
+    assert.equal(1, #attempts)
+    assert.same({ "stopped", saved_there.step }, { attempts[1].ended.kind, attempts[1].saved })
+  end)
 
   it("fails of a trainer that ignores TERM", function()
     local verdict = with_job({ trainer = "--variant ignores-term" }, function(run)

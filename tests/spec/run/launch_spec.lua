@@ -209,6 +209,20 @@ describe("run.launch", function()
     assert.matches("by SIGKILL: the grace was over", text(), 1, true)
   end)
 
+  it("leaves at once on the second Ctrl-C, while the stop goes on", function()
+    local result = run_with(settings("trap '' TERM; echo up; sleep 60", { grace = 1 }), {
+      { when = log_has(0, 0, "up"), act = signal("SIGINT") },
+      {
+        when = function()
+          return text():find("SIGINT: TERM to every worker", 1, true) ~= nil
+        end,
+        act = signal("SIGINT"),
+      },
+    })
+    assert.same({ 129, "detached" }, { result.status, result.kind })
+    assert.matches("ciranda attach r1", result.message, 1, true)
+  end)
+
   it("says not saved of one that leaves with 0 without a save", function()
     local command = trainer("--steps 100000 --variant exits-0-without-save")
     local result = run_with(settings(command, { checkpoint_directory = root .. "/shared" }), {

@@ -1,0 +1,291 @@
+-- Notices of the platform, silence, saving on demand, hooks: on machines that are directories.
+local fleet = require("ciranda.fleet")
+local fs = require("ciranda.io.fs")
+local hooks = require("ciranda.run.hooks")
+local journal = require("ciranda.run.journal")
+local launch = require("ciranda.run.launch")
+local metadata = require("ciranda.sim.metadata")
+local notices = require("ciranda.run.notices")
+local server = require("ciranda.io.server")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
+
+describe("run.notices", function()
+  it("understands what a metadata server says", function()
+    local meaning = notices.meaning
+    assert.is_nil(meaning("maintenance-event 100 NONE"))
+    assert.is_nil(meaning("maintenance-event 100 <html>502</html>"))
+    assert.is_nil(meaning("preempted 100 FALSE"))
+    assert.is_nil(meaning('upcoming-maintenance 100 {"error": "no notifications have been received yet"}'))
+    assert.is_nil(meaning("upcoming-maintenance 100 "))
+    assert.is_nil(meaning("rubbish"))
+    assert.same(
+      { cause = "maintenance", text = "maintenance (TERMINATE_ON_HOST_MAINTENANCE)", at = 100 },
+      meaning("maintenance-event 100 TERMINATE_ON_HOST_MAINTENANCE")
+    )
+    assert.equal("spot", meaning("preempted 100 TRUE").cause)
+    local later = '{"maintenance_status": "PENDING", "window_start_time": "2026-12-01T00:00:00Z"}'
+    local upcoming = meaning("upcoming-maintenance 7 " .. later)
+    assert.same({ nil, 7 }, { upcoming.cause, upcoming.at })
+    assert.matches("PENDING, from 2026-12-01", upcoming.text, 1, true)
+    assert.equal("maintenance", meaning('upcoming-maintenance 7 {"maintenanceStatus": "ONGOING"}').cause)
+  end)
+end)
+
+describe("an attempt", function()
+  local root, machines, workers, said, saved, handler, instance
+
+  before_each(function()
+    root = uv.fs_mkdtemp("/tmp/notices-XXXXXX")
+    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
+    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
+    uv.os_setenv("TMPDIR", root)
+    local slices, connect
+    slices, connect, machines = machines_of.make(2, 1, { root = root })
+    workers = fleet.new(slices, { connect = connect, retry_for = 2 })
+    said = {}
+    instance = { ["maintenance-event"] = "NONE", preempted = "FALSE" }
+  end)
+
+  after_each(function()
+    for _, machine in pairs(machines) do
+      machine:kill_all()
+    end
+    workers:close()
+    for name, value in pairs(saved) do
+      if value then
+        uv.os_setenv(name, value)
+      else
+        uv.os_unsetenv(name)
+      end
+    end
+    os.execute(("rm -rf '%s'"):format(root))
+  end)
+
+  local function text()
+    return table.concat(said, "\n")
+  end
+
+  local function settings(command, more)
+    local options = {
+      fleet = workers,
+      run = "r1",
+      command = command,
+      recipe = "multihost_runner",
+      json = true,
+      failure_grace = 1,
+      checkpoint_directory = root .. "/shared",
+      progress = {
+        say = function(_, format, ...)
+          said[#said + 1] = format:format(...)
+        end,
+        status = function(_, words)
+          said[#said + 1] = words
+        end,
+      },
+      on_interrupt = function(given)
+        handler = given
+        return function() end
+      end,
+    }
+    for name, value in pairs(more or {}) do
+      options[name] = value
+    end
+    return options
+  end
+
+  local TRAIN = "exec python3 %s --checkpoint_dir %s/shared --steps 100000 --step-time 0.02 --peer-timeout 5 "
+
+  local function when(pattern, act)
+    task.timeout(40, function()
+      while true do
+        local ok, log = pcall(fs.read, root .. "/r1/output_slice_0000_worker_0000.txt")
+        if ok and log:find(pattern) then
+          return act()
+        end
+        task.sleep(0.02)
+      end
+    end)
+  end
+
+  --- Runs `fn(address)` with a metadata server that tells of `instance`.
+  local function with_metadata(fn)
+    local scope <close> = task.scope()
+    local listener = server.listen({
+      address = "127.0.0.1",
+      port = 0,
+      handler = function(request)
+        return metadata.answer(function()
+          return { instance = instance }
+        end, request)
+      end,
+    })
+    for _, machine in pairs(machines) do
+      machine.env.GCE_METADATA_HOST = ("127.0.0.1:%d"):format(listener.port)
+    end
+    local result = fn()
+    listener:close()
+    scope:cancel("the end")
+    return result
+  end
+
+  local function run_with(options, pattern, act)
+    local result
+    task.all({
+      function()
+        result = launch.run(options)
+      end,
+      function()
+        when(pattern, act)
+      end,
+    })
+    return result
+  end
+
+  for event, expected in pairs({
+    ["maintenance-event"] = { "TERMINATE_ON_HOST_MAINTENANCE", "maintenance", "on_maintenance", 290 },
+    preempted = { "TRUE", "preemption", "on_preempted", 30 },
+  }) do
+    it("saves everywhere and stops upon a notice of " .. expected[2], function()
+      local told, checkpoints = {}, {}
+      local result = with_metadata(function()
+        return run_with(
+          settings(TRAIN:format(TRAINER, root), {
+            notices = true,
+            hooks = {
+              [expected[3]] = function(happening)
+                told[#told + 1] = happening
+              end,
+              on_checkpoint = function(happening)
+                checkpoints[#checkpoints + 1] = happening
+              end,
+            },
+          }),
+          "completed step: 3,",
+          function()
+            instance[event] = expected[1]
+          end
+        )
+      end)
+      assert.same({ 143, "preempted" }, { result.status, result.kind }, text())
+      local step = tonumber(result.message:match("^preempted: " .. expected[2] .. ".*saved step (%d+)"))
+      assert.is_truthy(step, text())
+      assert.is_truthy(uv.fs_stat(("%s/shared/%d"):format(root, step)))
+      assert.matches("Notice: " .. expected[2], text(), 1, true)
+      local grace = tonumber(text():match("TERM to every worker, KILL after (%d+) s"))
+      assert.is_true(grace <= expected[4] and grace >= expected[4] - 15, text())
+      assert.matches("Saving, %d+ s: ", text())
+      assert.is_true(#told >= 1)
+      assert.equal("r1", told[1].run)
+      assert.same({ step }, { checkpoints[1] and checkpoints[1].step })
+      local state = journal.read("r1")
+      assert.equal("preempted", state.attempts[1].ended.kind)
+      -- Each was told once, by us.
+      for _, machine in pairs(machines) do
+        local path = ("%s/.ciranda/r1/%s/exit"):format(machine.home, state.attempts[1].attempt)
+        assert.is_true(select(2, fs.read(path):gsub('"signalled":true', "")) <= 1)
+      end
+    end)
+  end
+
+  it("says once that no worker writes anything, and tells its hook; a hook that fails is reported", function()
+    local result = launch.run(settings("echo up; sleep 2.5; echo more", {
+      checkpoint_directory = false,
+      watch = { stall = 0.5 },
+      hooks = {
+        on_stall = function(happening)
+          error(("%s: %s"):format(happening.attempt, happening.text))
+        end,
+      },
+    }))
+    assert.same({ 0, "done" }, { result.status, result.kind })
+    assert.matches("No worker has written anything for", text(), 1, true)
+    assert.matches("The hook on_stall failed: .*0001%-%x+: no worker has written", text())
+  end)
+
+  it("tells on_failure how an attempt ended", function()
+    local told
+    launch.run(settings("exit 3", {
+      hooks = {
+        on_failure = function(happening)
+          told = happening
+        end,
+      },
+    }))
+    assert.same({ "user", 3 }, { told.kind, told.status })
+    assert.matches("user: exit status 3", told.text, 1, true)
+  end)
+
+  it("saves and goes on upon SIGUSR1, where the command catches it", function()
+    local command = ([[exec python3 -c "
+import os, signal, time
+def save(*_): os.makedirs('%s/shared/7', exist_ok=True); print('saved', flush=True)
+signal.signal(signal.SIGUSR1, save)
+print('up', flush=True)
+for _ in range(200):
+    time.sleep(0.1)
+    if os.path.exists('%s/enough'): break
+"]]):format(root, root)
+    local result = run_with(settings(command), "up", function()
+      assert.is_true(handler("SIGUSR1", 1))
+      task.timeout(30, function()
+        while not text():find("saved: step 7 is on disk", 1, true) do
+          task.sleep(0.05)
+        end
+      end)
+      fs.write(root .. "/enough", "")
+    end)
+    assert.same({ 0, "done" }, { result.status, result.kind })
+    assert.matches("the run goes on", text(), 1, true)
+    assert.equal(7, journal.read("r1").attempts[1].saved)
+  end)
+
+  it("says so, and sends nothing, where SIGUSR1 would end the command", function()
+    local result = run_with(settings("echo up; sleep 3; exit 4"), "up", function()
+      assert.is_true(handler("SIGUSR1", 1))
+    end)
+    assert.equal(4, result.status)
+    assert.matches(
+      "SIGUSR1: nothing was sent: the command on slice[0-1]/worker0 does not catch it",
+      text(),
+      1,
+      true
+    )
+  end)
+end)
+
+describe("run.hooks", function()
+  local path
+
+  before_each(function()
+    path = fs.tempdir() .. "/hooks.lua"
+  end)
+  after_each(function()
+    fs.remove_tree(fs.dirname(path))
+  end)
+
+  it("takes functions with the right names from a file, and nothing else", function()
+    for source, message in pairs({
+      ["return {"] = "unexpected symbol",
+      ["error('oh')"] = "oh",
+      ["return 7"] = "it must return a table of functions, not a number",
+      ["return { on_stop = print }"] = "there is no hook on_stop",
+      ["return { on_stall = 7 }"] = "on_stall is a number",
+    }) do
+      fs.write(path, source)
+      local ok, e = pcall(hooks.load, path)
+      assert.is_false(ok, source)
+      assert.equal("usage", e.code)
+      if not source:find("{$") then
+        assert.matches(message, e.message, 1, true)
+      end
+    end
+    fs.write(path, "return { on_stall = function() return 5 end }")
+    local loaded = hooks.load(path)
+    assert.equal(5, hooks.call(loaded, "on_stall", {}, print))
+    assert.is_nil(hooks.call(loaded, "on_failure", {}, print))
+  end)
+end)
