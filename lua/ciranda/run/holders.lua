@@ -29,8 +29,8 @@ holding() {
 set --; old=$IFS; IFS=,; for prefix in $devices; do set -- "$@" -o -lname "$prefix*"; done; IFS=$old;
 $su find /proc/[0-9]*/fd -maxdepth 1 "(" -lname "$lock" "$@" ")" -printf "%h\n" 2>/dev/null
 | sort -u | tr -dc "0-9\n"; };
-holders() { for pid in $(holding); do user=$(stat -c %U /proc/$pid 2>/dev/null) || continue;
-printf "holder=%s\t%s\t%s\t%s\t%s\n" $pid $user "$(ps -o etimes= -p $pid 2>/dev/null | tr -d " ")"
+holders() { for pid in $(holding); do user=$(stat -c "%u %U" /proc/$pid 2>/dev/null) || continue;
+printf "holder=%s %s\t%s\t%s\t%s\n" $pid "$user" "$(ps -o etimes= -p $pid 2>/dev/null | tr -d " ")"
 "$($su cat /proc/$pid/environ 2>/dev/null | tr "\0" "\n" | sed -n "s/^CIRANDA_ATTEMPT_DIR=//p")"
 "$($su cat /proc/$pid/cmdline 2>/dev/null | tr "\0\n\t" "   " | cut -c1-200)"; done; };
 ]]
@@ -60,7 +60,8 @@ holders;]]
 
 ---@class ciranda.run.DeviceHolder
 ---@field pid integer
----@field user string
+---@field uid integer
+---@field user string its name
 ---@field age number? seconds
 ---@field attempt string? path of the attempt that it belongs to
 ---@field command string
@@ -69,11 +70,12 @@ holders;]]
 ---@param text string
 ---@return ciranda.run.DeviceHolder?
 function M.parse(text)
-  local pid, user, age, attempt, command = text:match("^(%d+)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)")
+  local pid, uid, user, age, attempt, command = text:match("^(%d+) (%d+) (%S+)\t([^\t]*)\t([^\t]*)\t([^\t]*)")
   return pid
       and {
         pid = math.tointeger(tonumber(pid)),
-        user = user ~= "" and user or "?",
+        uid = math.tointeger(tonumber(uid)),
+        user = user ~= "UNKNOWN" and user or "uid " .. uid,
         age = tonumber(age),
         attempt = attempt ~= "" and attempt or nil,
         command = command:gsub("%s+$", ""),
@@ -100,15 +102,15 @@ end
 --- Those that may not be ended.
 ---@param holders ciranda.run.DeviceHolder[]
 ---@param kill "mine"|"all"|nil
----@param own table { user: string, root: string }
+---@param own table { uid: integer, root: string }
 ---@return ciranda.run.DeviceHolder[] others
 local function others_of(holders, kill, own)
   local others = {}
   for _, holder in ipairs(holders) do
     local ours = holder.attempt
-      and holder.user == own.user
+      and holder.uid == own.uid
       and holder.attempt:sub(1, #own.root + 1) == own.root .. "/"
-    if not ours and kill ~= "all" and not (kill == "mine" and holder.user == own.user) then
+    if not ours and kill ~= "all" and not (kill == "mine" and holder.uid == own.uid) then
       others[#others + 1] = holder
     end
   end
@@ -121,7 +123,7 @@ end
 local function refuse(attempt, others, own)
   local mine = true
   for _, holder in ipairs(others) do
-    mine = mine and holder.user == own.user
+    mine = mine and holder.uid == own.uid
   end
   local title = link_of.title(attempt.worker)
   err.raise({

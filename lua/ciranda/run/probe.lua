@@ -52,7 +52,7 @@ done; done;
 ]]
 
 local DEVICES = holders.SCAN
-  .. 'if [ $count -gt 0 ] || [ -e $lock ]; then echo "own=$(id -un) $(pwd -P)/{root}"; holders;'
+  .. 'if [ $count -gt 0 ] || [ -e $lock ]; then echo "own=$(id -u) $(pwd -P)/{root}"; holders;'
   .. holders.CLEAR:gsub("%s+$", "")
   .. " fi; "
 
@@ -72,7 +72,7 @@ local END = [[echo "then=$(date +%s.%N)"; exit 0]]
 ---@field packages string[] directories such as "jax-0.4.35.dist-info"
 ---@field running string[] paths of earlier attempts that have not ended
 ---@field holders ciranda.run.DeviceHolder[]
----@field own { user: string, root: string }?
+---@field own { uid: integer, root: string }?
 ---@field held ciranda.run.Holder[] leases of other runs
 ---@field void ciranda.run.Holder[] leases that were put aside
 
@@ -97,8 +97,8 @@ local function parse(text)
     elseif name == "held" or name == "void" then
       table.insert(facts[name], lease.parse(value))
     elseif name == "own" then
-      local user, root = value:match("^(%S+) (.*)$")
-      facts.own = { user = user, root = root }
+      local uid, root = value:match("^(%d+) (.*)$")
+      facts.own = { uid = math.tointeger(tonumber(uid)), root = root }
     else
       -- A start-up file that speaks in between does not change what was said first.
       facts[name] = facts[name] or value

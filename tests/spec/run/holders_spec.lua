@@ -131,10 +131,10 @@ describe("run.holders", function()
 
   it("reads what a worker says", function()
     assert.same(
-      { pid = 7, user = "me", age = 90, attempt = "/h/.ciranda/r/a", command = "python3 x.py" },
-      holders.parse("7\tme\t90\t/h/.ciranda/r/a\tpython3 x.py ")
+      { pid = 7, uid = 9, user = "me", age = 90, attempt = "/h/.ciranda/r/a", command = "python3 x.py" },
+      holders.parse("7 9 me\t90\t/h/.ciranda/r/a\tpython3 x.py ")
     )
-    assert.same({ pid = 7, user = "?", command = "" }, holders.parse("7\t\t\t\t"))
+    assert.same({ pid = 7, uid = 9, user = "uid 9", command = "" }, holders.parse("7 9 UNKNOWN\t\t\t"))
     assert.is_nil(holders.parse("nothing"))
   end)
 end)
