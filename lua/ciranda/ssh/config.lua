@@ -138,8 +138,12 @@ local function matches(patterns, name)
   return known_hosts.matches(list, name)
 end
 
+local user_name
+
+--- The one who runs this: looked up once, since it is asked for with every host.
 local function local_user()
-  return uv.os_get_passwd().username
+  user_name = user_name or uv.os_get_passwd().username
+  return user_name
 end
 
 --- Replace %-tokens. An unknown one is an error of the configuration.
@@ -159,33 +163,48 @@ local function expand_tokens(text, tokens, what)
   )
 end
 
+-- What the tokens mean. Most hosts need none of them.
+local TOKENS = {
+  h = function(_, raw, host)
+    return raw.hostname or host
+  end,
+  n = function(_, _, host)
+    return host
+  end,
+  p = function(_, raw, _, options)
+    return tostring(options.port or raw.port or 22)
+  end,
+  r = function(_, raw, _, options)
+    return options.user or raw.user or local_user()
+  end,
+  k = function(_, raw, host)
+    return raw.host_key_alias or host
+  end,
+  l = uv.os_gethostname,
+  L = function(tokens)
+    return tokens.l:match("^[^.]*")
+  end,
+  u = local_user,
+  d = uv.os_homedir,
+  i = function()
+    return tostring(uv.getuid())
+  end,
+  C = function(tokens, raw)
+    local jump = raw.proxy_jump ~= "none" and raw.proxy_jump or ""
+    return crypto.hex(crypto.digest("sha1", tokens.l .. tokens.h .. tokens.p .. tokens.r .. jump))
+  end,
+}
+
 --- The tokens that paths and commands may hold.
 ---@param raw table what has been found so far
 ---@param host string as it was typed
 ---@param options { user: string?, port: integer? }
 ---@return table<string, string>
 local function tokens_of(raw, host, options)
-  local hostname = raw.hostname or host
-  local local_host = uv.os_gethostname()
-  local tokens = {
-    h = hostname,
-    n = host,
-    p = tostring(options.port or raw.port or 22),
-    r = options.user or raw.user or local_user(),
-    u = local_user(),
-    d = uv.os_homedir(),
-    l = local_host,
-    L = local_host:match("^[^.]*"),
-    i = tostring(uv.getuid()),
-    k = raw.host_key_alias or host,
-  }
-  local jump = raw.proxy_jump ~= "none" and raw.proxy_jump or ""
-  return setmetatable(tokens, {
-    __index = function(_, letter)
-      if letter == "C" then
-        return crypto.hex(crypto.digest("sha1", local_host .. hostname .. tokens.p .. tokens.r .. jump))
-      end
-      return nil
+  return setmetatable({}, {
+    __index = function(tokens, letter)
+      local meaning = TOKENS[letter]
+      return meaning and meaning(tokens, raw, host, options)
     end,
   })
 end
@@ -473,6 +492,23 @@ function M.evaluate(host, options)
   return reader.found
 end
 
+-- Whether a variable is sent, by the patterns of SendEnv and its name: a fleet's hosts ask for the same ones.
+local sent = {}
+
+--- Whether a variable's name matches one of the patterns.
+local function is_sent(patterns, name)
+  local list = table.concat(patterns, " ")
+  local names = sent[list] or {}
+  sent[list] = names
+  if names[name] == nil then
+    names[name] = false
+    for _, pattern in ipairs(patterns) do
+      names[name] = names[name] or known_hosts.matches({ pattern }, name)
+    end
+  end
+  return names[name]
+end
+
 --- The variables that SendEnv and SetEnv ask for, sorted.
 local function environment(found)
   local variables, seen = {}, {}
@@ -484,11 +520,8 @@ local function environment(found)
   end
   if #found.send_patterns > 0 then
     for name, value in pairs(uv.os_environ()) do
-      for _, pattern in ipairs(found.send_patterns) do
-        if not seen[name] and known_hosts.matches({ pattern }, name) then
-          seen[name] = true
-          table.insert(variables, { name, value })
-        end
+      if not seen[name] and is_sent(found.send_patterns, name) then
+        table.insert(variables, { name, value })
       end
     end
   end

@@ -1,6 +1,7 @@
 --- ssh_config files: their lines, and the files that a pattern means. See ciranda.ssh.config.
 
 local errors = require("ciranda.io.error")
+local file_cache = require("ciranda.ssh.file_cache")
 local fs = require("ciranda.io.fs")
 local known_hosts = require("ciranda.ssh.known_hosts")
 local uv = require("luv")
@@ -9,9 +10,6 @@ local M = {}
 
 -- A file larger than this is no configuration.
 local MAX_FILE = 16 * 1024 * 1024
-
--- Milliseconds for which files that have been read are taken to be unchanged: a fleet asks once a worker.
-local FRESH_MS = 2000
 
 -- Lines ------------------------------------------------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ end
 
 -- Files ------------------------------------------------------------------------------------------------------------
 
-local cache = {}
+local parsed = file_cache.of_files(M.parse, MAX_FILE)
 
 --- The lines of a file, or nil when it does not exist.
 ---@async
@@ -104,43 +102,10 @@ local cache = {}
 ---@return ciranda.ssh.ConfigLine[]?
 --- Raises `usage` for a line that cannot be read, `permission`, `io`.
 function M.read(path)
-  local cached = cache[path]
-  local now = uv.now()
-  if cached and now - cached.checked < FRESH_MS then
-    return cached.lines
-  end
-  local ok, stat = pcall(fs.stat, path)
-  if not ok then
-    if errors.is(stat, "not_found") then
-      cache[path] = { checked = now }
-      return nil
-    end
-    error(stat, 0)
-  end
-  local stamp = ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size)
-  if not cached or cached.stamp ~= stamp then
-    cached = { stamp = stamp, lines = M.parse(fs.read(path, MAX_FILE), path) }
-    cache[path] = cached
-  end
-  cached.checked = now
-  return cached.lines
+  return parsed:get(path)
 end
 
-local globs = {}
-
---- The files that a pattern with `*`, `?` in its last parts means, sorted.
----@async
----@param pattern string absolute
----@return string[]
-function M.glob(pattern)
-  if not pattern:find("[*?[]") then
-    return { pattern }
-  end
-  local cached = globs[pattern]
-  local now = uv.now()
-  if cached and now - cached.checked < FRESH_MS then
-    return cached.paths
-  end
+local globs = file_cache.new(function(pattern)
   local paths = { "" }
   for part in pattern:gmatch("[^/]+") do
     local next_paths = {}
@@ -161,8 +126,15 @@ function M.glob(pattern)
     paths = next_paths
   end
   table.sort(paths)
-  globs[pattern] = { checked = now, paths = paths }
-  return paths
+  return { value = paths }
+end)
+
+--- The files that a pattern with `*`, `?` in its last parts means, sorted.
+---@async
+---@param pattern string absolute
+---@return string[]
+function M.glob(pattern)
+  return pattern:find("[*?[]") and globs:get(pattern) or { pattern }
 end
 
 --- `~/` replaced by the home directory.

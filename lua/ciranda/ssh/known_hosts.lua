@@ -6,7 +6,7 @@
 
 local core = require("ciranda.core.ssh")
 local crypto = require("ciranda.io.crypto")
-local errors = require("ciranda.io.error")
+local file_cache = require("ciranda.ssh.file_cache")
 local fs = require("ciranda.io.fs")
 local uv = require("luv")
 
@@ -199,30 +199,8 @@ function M.lookup(entries, host, port)
   return known
 end
 
--- Parsed files, for a fleet of a thousand workers that all look into the same one; and the milliseconds for which a
--- file is taken to be unchanged.
-local cache = {}
-local FRESH_MS = 2000
-
---- The entries of one file.
-local function load_file(path)
-  local cached = cache[path]
-  local now = uv.now()
-  if cached and now - cached.checked < FRESH_MS then
-    return cached.entries
-  end
-  local ok, stat = pcall(fs.stat, path)
-  if not ok and not errors.is(stat, "not_found") then
-    error(stat, 0)
-  end
-  local stamp = ok and ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size) or "absent"
-  if not cached or cached.stamp ~= stamp then
-    cached = { stamp = stamp, entries = ok and M.parse(fs.read(path, MAX_FILE), path) or {} }
-    cache[path] = cached
-  end
-  cached.checked = now
-  return cached.entries
-end
+local files = file_cache.of_files(M.parse, MAX_FILE)
+local NO_ENTRIES = {}
 
 -- The entries of several files in one list, by the files' names: the same list while the files stay as they are.
 local joined = {}
@@ -236,7 +214,7 @@ function M.load(paths)
   local name = table.concat(paths, "\0")
   local whole = joined[name] or { parts = {} }
   for place, path in ipairs(paths) do
-    local entries = load_file(path)
+    local entries = files:get(path) or NO_ENTRIES
     if whole.parts[place] ~= entries then
       whole.parts[place] = entries
       whole.all = nil
@@ -269,7 +247,7 @@ function M.add(path, host, port, key_type, blob)
   local lead = text ~= "" and text:sub(-1) ~= "\n" and "\n" or ""
   local line = ("%s%s %s %s\n"):format(lead, M.name(host, port), key_type, crypto.base64(blob))
   fs.append(path, line, tonumber("600", 8))
-  cache[path] = nil
+  files:forget(path)
 end
 
 --- The files that OpenSSH reads when nothing else is said.
