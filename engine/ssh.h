@@ -63,7 +63,7 @@
 enum {
   CIR_SSH_READ = 64 * 1024,         /* the largest piece of output given to Lua */
   CIR_SSH_ALLOWANCE = 256 * 1024,   /* received bytes a pump */
-  CIR_SSH_TURN_NS = 8 * 1000000,    /* for all pumps of one turn of the loop */
+  CIR_SSH_TURN_NS = 6 * 1000000,    /* for all pumps between two looks at the sockets */
   CIR_SSH_OUT_FULL = 128 * 1024,    /* unsent bytes from which channels wait */
   CIR_SSH_OUT_MAX = 8 * 1024 * 1024 /* unsent bytes at which the peer is given up */
 };

@@ -94,68 +94,216 @@ local host_key = server.host_keys[1]
 local rsa3072 = support.keygen("-t", "rsa", "-b", "3072")
 fs.append(server.base .. "/authorized_keys", support.public(rsa3072) .. "\n")
 
---- CPU of a command and its children, a host: `sh -c 'times'` tells both.
-local function cpu_of_children(line, count)
-  local said = process.run({ "bash", "-c", line .. " >/dev/null 2>&1; times", timeout = 900 }).stdout
-  local minutes, seconds, minutes2, seconds2 = said:match("\n(%d+)m([%d.]+)s (%d+)m([%d.]+)s")
-  return (minutes * 60 + seconds + minutes2 * 60 + seconds2) * 1000 / count
-end
-
 local known = support.path("known_hosts")
 fs.write(known, "* " .. support.public(host_key) .. "\n")
 
-local function peers(count)
+-- Peers ------------------------------------------------------------------------------------------------------------
+
+-- The same key exchange, host key, user's key and window as ours; nothing asked of an agent or a configuration.
+local SSH_FLAGS = table.concat({
+  ("-F none -i %s -l %s -p %d"):format(support.key("ed25519"), user, port),
+  ("-o UserKnownHostsFile=%s -o GlobalKnownHostsFile=none"):format(known),
+  "-o IdentitiesOnly=yes -o IdentityAgent=none -o BatchMode=yes -o LogLevel=QUIET",
+  "-o KexAlgorithms=curve25519-sha256 -o HostKeyAlgorithms=ssh-ed25519",
+}, " ")
+
+--- What the peers run: the answer names the address that answered.
+local function command_with(nonce)
+  return ("echo %s-${SSH_CONNECTION#* * }"):format(nonce)
+end
+
+--- Milliseconds of CPU a host of a command and its children, every host having answered with the nonce.
+local function cpu_of_children(line, hosts, nonce)
+  local said = support.path("said")
+  local result = process.run({ "bash", "-c", line .. (" >%s 2>&1; times"):format(said), timeout = 900 })
+  local answered, count = {}, 0
+  for address in fs.read(said):gmatch(nonce .. "%-([%d.]+) " .. port) do
+    count = count + (answered[address] and 0 or 1)
+    answered[address] = true
+  end
+  for _, host in ipairs(hosts) do
+    if not answered[host] or count ~= #hosts then
+      error(
+        ("%d of %d hosts have answered; %s has not:\n%s"):format(
+          count,
+          #hosts,
+          host,
+          fs.read(said):sub(1, 2000)
+        ),
+        0
+      )
+    end
+  end
+  local minutes, seconds, minutes2, seconds2 = result.stdout:match("\n(%d+)m([%d.]+)s (%d+)m([%d.]+)s")
+  return (minutes * 60 + seconds + minutes2 * 60 + seconds2) * 1000 / #hosts
+end
+
+local peers, skipped = { flags = { ssh = SSH_FLAGS } }, {}
+
+--- Install from the distribution what is not there; as root only.
+local function install(program, package)
+  if available(program) then
+    return true
+  end
+  if support.is_root and available("apt-get") then
+    note("installing %s", package)
+    process.run({ "apt-get", "install", "-y", "-q", "--no-install-recommends", package, timeout = 600 })
+  end
+  if not available(program) then
+    skipped[program] = ("no %s here, and the package %s could not be installed"):format(program, package)
+    return false
+  end
+  return true
+end
+
+--- The Python that has parallel-ssh: a virtual environment of its own in the build directory, made when absent.
+local function parallel_ssh_python()
+  local place = build .. "/bench-ssh-python"
+  local python = place .. "/bin/python"
+  if process.run({ "sh", "-c", '[ -x "$1" ] && "$1" -c "import pssh"', "sh", python }).code == 0 then
+    return python
+  end
+  note("installing parallel-ssh in %s", place)
+  local made = process.run({ "python3", "-m", "venv", place, timeout = 300 }).code == 0
+    and process.run({ python, "-m", "pip", "install", "-q", "parallel-ssh", timeout = 600 })
+  if not made or made.code ~= 0 then
+    skipped.parallel_ssh = "it could not be installed in a virtual environment: "
+      .. (made and made.stderr or "no python3-venv")
+    return nil
+  end
+  return python
+end
+
+local function first_line(argv)
+  local said = process.run(argv)
+  return (said.stdout .. said.stderr):match("[^\n]+")
+end
+
+--- Those that are there, each with a function from hosts, their file and a nonce to a command line.
+local function find_peers()
+  local found = {}
+  peers.ssh = first_line({ "ssh", "-V" })
+  found.ssh = function(_, list, nonce)
+    return ("xargs -a %s -P %d -I{} ssh %s {} '%s'"):format(list, WINDOW, SSH_FLAGS, command_with(nonce))
+  end
+  if install("pdsh", "pdsh") then
+    peers.pdsh = first_line({ "pdsh", "-V" })
+    peers.flags.pdsh = ("-R ssh -f %d"):format(WINDOW)
+    found.pdsh = function(_, list, nonce)
+      return ("PDSH_SSH_ARGS_APPEND='%s' pdsh -R ssh -f %d -w ^%s '%s'"):format(
+        SSH_FLAGS,
+        WINDOW,
+        list,
+        command_with(nonce)
+      )
+    end
+  end
+  if install("clush", "clustershell") then
+    peers.clush = first_line({ "clush", "--version" })
+    peers.flags.clush = ("-f %d"):format(WINDOW)
+    found.clush = function(_, list, nonce)
+      return ("clush -f %d --hostfile %s -o '%s' '%s'"):format(WINDOW, list, SSH_FLAGS, command_with(nonce))
+    end
+  end
+  local python = parallel_ssh_python()
+  if python then
+    peers.parallel_ssh = first_line({ python, "tests/bench/ssh/parallel.py", "version" })
+    peers.flags.parallel_ssh = ("pool_size=%d, native client, no agent, one key"):format(WINDOW)
+    found.parallel_ssh = function(_, list, nonce)
+      return ("%s tests/bench/ssh/parallel.py %s %d %s %d %s '%s'"):format(
+        python,
+        list,
+        WINDOW,
+        user,
+        port,
+        support.key("ed25519"),
+        command_with(nonce)
+      )
+    end
+  end
+  return found
+end
+
+--- Median milliseconds of CPU a host of each, with ours in turn.
+local function compare_peers(count, rounds)
   local hosts = {}
   for index = 0, count - 1 do
     hosts[index + 1] = ("127.1.%d.%d"):format(index // 250, index % 250 + 1)
   end
   local list = support.write("hosts", table.concat(hosts, "\n") .. "\n")
-  local options = ("-F none -i %s -l %s -p %d -o UserKnownHostsFile=%s "):format(
-    support.key("ed25519"),
-    user,
-    port,
-    known
-  ) .. "-o GlobalKnownHostsFile=none -o IdentitiesOnly=yes -o IdentityAgent=none "
-  options = options .. "-o KexAlgorithms=curve25519-sha256 -o BatchMode=yes -o LogLevel=QUIET"
-  local found = {}
-  found.ssh =
-    cpu_of_children(("xargs -a %s -P %d -I{} ssh %s {} echo hi"):format(list, WINDOW, options), count)
-  if available("pdsh") then
-    found.pdsh = cpu_of_children(
-      ("PDSH_SSH_ARGS_APPEND='%s' pdsh -R ssh -f %d -w ^%s echo hi"):format(options, WINDOW, list),
-      count
-    )
+  local costs, own = {}, {}
+  local found = find_peers()
+  for round = 1, rounds do
+    own[round] = ours("fan", count, WINDOW, port, user, support.key("ed25519"), host_key).cpu_ms
+    for name, line in pairs(found) do
+      local nonce = ("%s%x"):format(name, math.random(0) & 0xffffffffffff)
+      costs[name] = costs[name] or {}
+      costs[name][round] = cpu_of_children(line(hosts, list, nonce), hosts, nonce)
+    end
   end
-  if available("clush") then
-    found.clush =
-      cpu_of_children(("clush -f %d --hostfile %s -o '%s' echo hi"):format(WINDOW, list, options), count)
+  local mine = median(own)
+  for name, all in pairs(costs) do
+    local cost = median(all)
+    note("N=%d %s: %.2f ms a host, ours %.3f", count, name, cost, mine)
+    figures["ratio_" .. name] = cost / mine
+    figures["cpu_ms_" .. name] = cost
   end
-  return found
 end
+
+-- Ours starts no program: all that a trace of it shows is its own beginning.
+local function count_programs()
+  if not available("strace") then
+    skipped.executed = "no strace here"
+    return
+  end
+  local trace = support.path("trace")
+  local result = process.run({
+    "strace",
+    "-f",
+    "-e",
+    "trace=execve,execveat",
+    "-o",
+    trace,
+    engine.executable,
+    "tests/bench/ssh/fan.lua",
+    "fan",
+    "8",
+    "8",
+    tostring(port),
+    user,
+    support.key("ed25519"),
+    host_key .. ".pub",
+    timeout = 120,
+  })
+  result:check()
+  local _, executed = fs.read(trace):gsub("execve", "")
+  assert(executed >= 1, "the trace is empty")
+  figures.executed = executed - 1
+  assert(figures.executed == 0, "the client has executed programs:\n" .. fs.read(trace))
+end
+
+-- Many hosts -------------------------------------------------------------------------------------------------------
 
 for _, count in ipairs(counts) do
   for _, kind in ipairs({ "ed25519", "rsa" }) do
     local key = kind == "rsa" and rsa3072 or support.key("ed25519")
-    local mine, theirs = {}, {}
-    for _ = 1, 3 do -- in turn, so that both see the same machine
-      theirs[#theirs + 1] =
-        bare(tostring(count), tostring(WINDOW), tostring(port), user, key, host_key .. ".pub")
-      mine[#mine + 1] = ours("fan", count, WINDOW, port, user, key, host_key).cpu_ms
+    local mine, theirs, ratios = {}, {}, {}
+    for round = 1, count > 256 and 3 or 5 do -- in turn, so that both see the same machine
+      theirs[round] = bare(tostring(count), tostring(WINDOW), tostring(port), user, key, host_key .. ".pub")
+      mine[round] = ours("fan", count, WINDOW, port, user, key, host_key).cpu_ms
+      ratios[round] = theirs[round] / mine[round]
     end
-    local our_ms, bare_ms = median(mine), median(theirs)
-    note("N=%d %s: %.3f ms a host, the bare loop %.3f", count, kind, our_ms, bare_ms)
+    local our_ms, bare_ms, ratio = median(mine), median(theirs), median(ratios)
+    note("N=%d %s: %.3f ms a host, the bare loop %.3f; ratio %.3f", count, kind, our_ms, bare_ms, ratio)
     figures["cpu_ms_" .. kind] = our_ms
     figures["bare_ms_" .. kind] = bare_ms
-    figures["ratio_bare_" .. kind] = bare_ms / our_ms
+    figures[("ratio_bare_%s_%d"):format(kind, count)] = ratio
+    -- The worst of the counts.
+    figures["ratio_bare_" .. kind] = math.min(ratio, figures["ratio_bare_" .. kind] or ratio)
   end
 end
-
-local last = math.min(counts[#counts], 256)
-local mine = ours("fan", last, WINDOW, port, user, support.key("ed25519"), host_key).cpu_ms
-for name, cost in pairs(peers(last)) do
-  note("N=%d %s: %.2f ms a host, ours %.3f", last, name, cost, mine)
-  figures["ratio_" .. name] = cost / mine
-end
+compare_peers(math.min(counts[#counts], 256), 3)
+count_programs()
 
 -- Throughput ------------------------------------------------------------------------------------------------------
 
@@ -235,6 +383,12 @@ if available("node") and available("npm") then
   figures.held = held.held
   figures.kib_per_session = held.kib_per_session
   figures.second_fraction = held.second_fraction
+else
+  skipped.held = "no node and npm here"
 end
+figures.bench, figures.hosts, figures.window = "ssh", json.array(counts), WINDOW
+figures.peers, figures.skipped = peers, skipped
+figures.libssh2 = require("ciranda.core.ssh").version
+figures.load_1_min = require("luv").loadavg()
 support.clean()
 print(json.encode(figures))
