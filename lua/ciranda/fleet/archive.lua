@@ -234,12 +234,29 @@ function M.hash_file(path)
   return crypto.hex(answer.sha256), answer.size
 end
 
+--- Hashes the files of a walked directory: for who wants to know before there is an archive. What has gone or may not
+--- be read has no hash.
+---@async
+---@param manifest ciranda.archive.Manifest from `walk`
+function M.hash(manifest)
+  for _, entry in ipairs(manifest.entries) do
+    if entry.type == "file" then
+      local ok, hex = pcall(M.hash_file, manifest.directory .. "/" .. entry.path)
+      if not ok and not err.is(hex, "not_found", "permission") then
+        error(hex, 0)
+      end
+      entry.sha256 = ok and hex or nil
+    end
+  end
+end
+
 --- Writes the archive of a walked directory and completes its manifest.
 ---@param manifest ciranda.archive.Manifest from `walk`
 ---@param output string path of the .tar.gz; a file there is replaced
+---@param level integer? of gzip, 1 (quick) to 9 (6)
 ---@return ciranda.archive.Manifest the same
 -- Raises "permission" for a file that may not be read, "no_space" when the archive does not fit.
-function M.write(manifest, output)
+function M.write(manifest, output, level)
   local plain = output:gsub("%.gz$", "")
   local out, message = uv.fs_open(plain, "w", 384)
   if not out then
@@ -269,7 +286,7 @@ function M.write(manifest, output)
     uv.fs_unlink(plain)
     error(problem, 0)
   end
-  local gzip = process.run({ "gzip", "-n", "-f", plain })
+  local gzip = process.run({ "gzip", "-n", "-f", ("-%d"):format(level or 6), plain })
   if gzip.code ~= 0 then
     uv.fs_unlink(plain)
     err.raise({

@@ -1,53 +1,8 @@
 --- Files to and from every worker of a fleet.
-local archive = require("ciranda.fleet.archive")
-local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 
 local M = {}
-
---- Seconds that unpacking may take.
-local UNPACK = 600
-
----@param text string
----@return string one word for sh
-local function quote(text)
-  return "'" .. text:gsub("'", "'\\''") .. "'"
-end
-
---- A directory goes as one archive that is made once and unpacked on every worker.
----@param fleet ciranda.Fleet
----@param source string
----@param destination string
----@param options { limit: integer?, on_result: function? }
----@return ciranda.fleet.Results
-local function push_directory(fleet, source, destination, options)
-  local temporary = fs.tempdir("ciranda-push")
-  local cleanup <close> = setmetatable({}, {
-    __close = function()
-      fs.remove_tree(temporary)
-    end,
-  })
-  local _ = cleanup
-  local manifest = archive.walk(source, function()
-    return "keep"
-  end)
-  archive.write(manifest, temporary .. "/push.tar.gz")
-  local remote = (".ciranda-push-%s.tar.gz"):format(crypto.hex(crypto.random(6)))
-  local script = ("mkdir -p %s && tar -xzpf %s --no-same-owner -C %s; status=$?; rm -f %s; exit $status"):format(
-    quote(destination),
-    remote,
-    quote(destination),
-    remote
-  )
-  return fleet:gather_results(function(_, link)
-    return link:use(function(connection)
-      connection:put(manifest.archive, remote, { mode = 384 })
-      local answer = connection:exec("sh -c " .. quote(script), { timeout = UNPACK })
-      return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
-    end)
-  end, options.limit, options.on_result)
-end
 
 --- See `fleet:push`.
 ---@async
@@ -63,7 +18,7 @@ function M.push(fleet, source, destination, options)
     if options.mode then
       err.misuse(3, "fleet:push: 'mode' is for a file, and %s is a directory", source)
     end
-    return push_directory(fleet, source, destination, options)
+    return require("ciranda.fleet.push").directory(fleet, source, destination, options)
   end
   return fleet:gather_results(function(_, link)
     link:use(function(connection)

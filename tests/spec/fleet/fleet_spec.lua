@@ -271,6 +271,63 @@ describe("fleet", function()
     assert.equal(root .. "/got/slice_0000_worker_0000/file.txt", pulled[1].path)
   end)
 
+  it("sends a second time only what is not there as it should be", function()
+    local archive = require("ciranda.fleet.archive")
+    local source = root .. "/tree"
+    local function put(path, text)
+      local file = assert(io.open(source .. "/" .. path, "w"))
+      file:write(text)
+      file:close()
+    end
+    os.execute(("mkdir -p '%s/sub'"):format(source))
+    for number = 1, 150 do
+      put(("sub/file %d"):format(number), ("text %d\n"):format(number))
+    end
+    put("two\nlines", "odd name\n")
+    put("-n", "dash\n")
+    local sent = {}
+    local write = archive.write
+    local restore <close> = setmetatable({}, {
+      __close = function()
+        archive.write = write
+      end,
+    })
+    local _ = restore
+    archive.write = function(manifest, ...)
+      local names = {}
+      for _, entry in ipairs(manifest.entries) do
+        if entry.type == "file" then
+          table.insert(names, entry.path)
+        end
+      end
+      table.insert(sent, table.concat(names, ","))
+      return write(manifest, ...)
+    end
+    fleet:push(source, "tree"):check()
+    assert.equal(1, #sent) -- one archive for all workers
+    fleet:push(source, "tree"):check()
+    assert.same({ "two\nlines" }, { table.unpack(sent, 2) })
+
+    put("sub/file 70", "changed here\n")
+    local first = fleet:select("slice0/worker0")
+    first
+      :run(
+        "cd tree && rm 'sub/file 3' && chmod 600 'sub/file 4' && echo bad > -n && ln -sf 'file 6' 'sub/file 5'"
+      )
+      :check()
+    fleet:push(source, "tree"):check()
+    table.sort(sent, function(a, b)
+      return #a < #b
+    end)
+    assert.equal("sub/file 70,two\nlines", sent[2])
+    assert.equal("-n,sub/file 3,sub/file 4,sub/file 5,sub/file 70,two\nlines", sent[3])
+    local results =
+      fleet:run("cd tree && cat ./-n 'sub/file 3' 'sub/file 70'; stat -c %A 'sub/file 4' 'sub/file 5'")
+    for _, result in ipairs(results) do
+      assert.equal("dash\ntext 3\nchanged here\n-rw-r--r--\n-rw-r--r--\n", result.stdout)
+    end
+  end)
+
   it("names the worker whose file is missing", function()
     fleet:select("slice0"):push("tests/fixtures/trainer/train.py", "x"):check()
     local results = fleet:pull("x", root .. "/got")
