@@ -27,12 +27,8 @@ local function octal(number, width)
   return string.rep("0", width - 1 - #digits) .. digits .. "\0"
 end
 
----@param text string
----@param width integer
----@return string
-local function padded(text, width)
-  return text .. string.rep("\0", width - #text)
-end
+-- The fields of a header and their widths; `string.pack` fills each with NUL.
+local HEADER = "c100 c8 c8 c8 c12 c12 c8 c1 c100 c8 c32 c32 c8 c8 c155 c12"
 
 --- Cuts a path into ustar's prefix (155 bytes) and name (100 bytes).
 ---@param path string
@@ -57,28 +53,30 @@ end
 ---@param target string
 ---@return string block
 local function header_block(name, prefix, entry, kind, target)
-  local block = table.concat({
-    padded(name, 100),
+  local zero = octal(0, 8)
+  local block = HEADER:pack(
+    name,
     octal(entry.mode & 4095, 8),
-    octal(0, 8),
-    octal(0, 8),
+    zero,
+    zero,
     octal(entry.size, 12) or octal(0, 12),
     octal(math.max(entry.mtime, 0), 12) or octal(0, 12),
     "        ",
     kind,
-    padded(target, 100),
+    target,
     "ustar\0" .. "00",
-    padded("", 32),
-    padded("", 32),
-    octal(0, 8),
-    octal(0, 8),
-    padded(prefix, 155),
-    padded("", 12),
-  })
+    "",
+    "",
+    zero,
+    zero,
+    prefix,
+    ""
+  )
   -- Most of a block is NUL, which adds nothing to the sum.
+  local bytes = { block:gsub("%z+", ""):byte(1, -1) }
   local sum = 0
-  for _, byte in ipairs({ block:gsub("%z+", ""):byte(1, -1) }) do
-    sum = sum + byte
+  for place = 1, #bytes do
+    sum = sum + bytes[place]
   end
   return block:sub(1, 148) .. string.format("%06o\0 ", sum) .. block:sub(157)
 end

@@ -146,6 +146,9 @@ end
 ---@param data string
 ---@return string
 function M.hex(data)
+  if #data <= 64 then -- a digest: what `string.byte` can return at once
+    return ("%02x"):rep(#data):format(data:byte(1, -1))
+  end
   return (data:gsub(".", function(byte)
     return ("%02x"):format(byte:byte())
   end))

@@ -79,9 +79,10 @@ local LONG_INTEGER = ("%d"):rep(16)
 --- Decode a JSON text.
 ---@param text string
 ---@param target string? where the text came from, for the message
+---@param loose boolean? for who only reads it: an empty array is like an empty object, which costs less
 ---@return any value
 --- Raises "parse" for what is not JSON, for invalid UTF-8, and for nesting deeper than MAX_DEPTH.
-function M.decode(text, target)
+function M.decode(text, target, loose)
   if type(text) ~= "string" then
     errors.misuse(2, "json.decode: a string expected, got %s", type(text))
   end
@@ -103,7 +104,7 @@ function M.decode(text, target)
       message = "not JSON: " .. errors.text(value),
     })
   end
-  if text:find(LONG_INTEGER) or text:find("%[%s*%]") or text:find("{%s*}") then
+  if text:find(LONG_INTEGER) or not loose and (text:find("%[%s*%]") or text:find("{%s*}")) then
     value = dkjson.decode(text, 1, M.null, OBJECT, ARRAY)
   end
   return integers(value)

@@ -270,7 +270,7 @@ end
 ---@return table?
 local function reply(text)
   local line = ("\n" .. (text or "")):match(".*\n(%b{})%s*$")
-  local ok, value = pcall(json.decode, line or "")
+  local ok, value = pcall(json.decode, line or "", nil, true)
   return ok and type(value) == "table" and value or nil
 end
 
