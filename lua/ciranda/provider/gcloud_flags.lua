@@ -380,8 +380,17 @@ local GLOBAL = {
   format = true,
   verbosity = true,
   ["user-output-enabled"] = true,
-  configuration = true,
-  account = true,
+  ["log-http"] = false,
+  flatten = true,
+}
+
+--- Those that say who asks: what they would change is said by a variable here, and must not be left out in silence.
+local BY_VARIABLE = {
+  account = "CLOUDSDK_CORE_ACCOUNT",
+  configuration = "CLOUDSDK_ACTIVE_CONFIG_NAME",
+  ["billing-project"] = "GOOGLE_CLOUD_QUOTA_PROJECT",
+  ["access-token-file"] = "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE",
+  ["impersonate-service-account"] = "CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT",
 }
 
 local BY_NAME = {}
@@ -476,6 +485,8 @@ function M.parse(words, request)
       if value then
         fail(name, "takes no value")
       end
+    elseif not flag and BY_VARIABLE[name] then
+      fail(name, "set %s instead", BY_VARIABLE[name])
     elseif not flag and GLOBAL[name] == nil then
       fail(name, "gcloud alpha compute tpus queued-resources create has no such flag")
     elseif flag and flag.switch or not flag and not GLOBAL[name] then

@@ -181,10 +181,16 @@ end
 -- What the workers lack here, for the terminal.
 local function notes_of(place, tools)
   local notes = {}
+  if place.kind == "user" then
+    notes[#notes + 1] = ("start-up scripts run as root of a user namespace, which is %s outside of it"):format(
+      uv.os_get_passwd().username
+    )
+  end
   if place.kind == "none" then
     notes[#notes + 1] = ("workers share this machine's /tmp, /dev and process list (no namespaces: %s)"):format(
       place.reason
     )
+    notes[#notes + 1] = "start-up scripts run as the worker's own user, not as root"
     if not tools.wrapper then
       notes[#notes + 1] = ("only the user %s can log in to the workers: install libnss-wrapper"):format(
         uv.os_get_passwd().username

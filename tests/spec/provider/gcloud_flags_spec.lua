@@ -77,6 +77,8 @@ describe("provider.gcloud_flags", function()
     ["--network-config=netwrok=a"] = 'there is no "netwrok" in it',
     ["--network-config=enable-external-ips=maybe"] = "neither true nor false",
     ["--scopes=everything"] = "is no scope",
+    ["--account=me@example.com"] = "set CLOUDSDK_CORE_ACCOUNT instead",
+    ["--impersonate-service-account=sa@example.com"] = "set CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT instead",
     ["--range=10.0.0.0/29"] = "chosen by the service",
   }) do
     it("refuses " .. text, function()

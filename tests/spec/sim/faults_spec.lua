@@ -87,6 +87,10 @@ END
       ssh.pin("job-1")
       local before = fs.read(ssh.directory .. "/known_hosts")
       assert.are.equal(0, ssh.run(0, "touch on-the-old-disk").code)
+      local boot_id = "cat ${CIRANDA_SIM_WORKER:-/proc/sys/kernel/random}/boot_id"
+      local old_boot, old_address = ssh.run(0, boot_id).stdout, ssh.endpoints[1].ipAddress
+      ssh.pin("job-0")
+      local kept_boot = ssh.run(0, "touch on-the-kept-disk; " .. boot_id).stdout
       assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/job-1:lose", "{}")))
       assert.are.equal("REPAIRING", node_state(simulator, "job-1"))
       eventually("the repair", function()
@@ -95,6 +99,14 @@ END
       ssh.pin("job-1")
       assert.are_not.equal(before, fs.read(ssh.directory .. "/known_hosts"))
       assert.are_not.equal(0, ssh.run(0, "ls on-the-old-disk").code)
+      assert.are_not.equal(old_address, ssh.endpoints[1].ipAddress)
+      local new_boot = ssh.run(0, boot_id).stdout
+      assert.is_truthy(#old_boot == 37 and #new_boot == 37 and old_boot ~= new_boot, old_boot .. new_boot)
+      -- The other slice was reset: another boot, the same disk.
+      ssh.pin("job-0")
+      local after = ssh.run(0, "ls on-the-kept-disk && " .. boot_id).stdout
+      assert.is_truthy(after:find("^on%-the%-kept%-disk\n"), after)
+      assert.are_not.equal(kept_boot, after:match("\n(.*)"))
       support.wait_for(simulator, "job", "ACTIVE")
     end)
 

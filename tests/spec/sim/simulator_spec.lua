@@ -26,7 +26,7 @@ for _, mode in ipairs({ "auto", "none" }) do
         runtimeVersion = "v2-alpha-tpuv5-lite",
         metadata = {
           ["ssh-keys"] = "alice:" .. ssh.public .. " alice",
-          ["startup-script"] = "echo booted $TPU_WORKER_ID >> started; pwd > where",
+          ["startup-script"] = "echo booted $TPU_WORKER_ID >> started; pwd > where; id -u > by",
         },
       })
       wait_for(simulator, "job", "ACTIVE")
@@ -98,6 +98,16 @@ for _, mode in ipairs({ "auto", "none" }) do
       eventually("the start-up script", function()
         return started() == "booted 1\n"
       end)
+      -- As root where the worker has one of its own, else as the worker's own user, which the simulator says.
+      local by = ssh.run(1, "cat " .. file:gsub("started$", "by")).stdout
+      if simulator.isolation == "none" then
+        assert.are.equal(ssh.run(1, "id -u").stdout, by)
+        assert.is_truthy(
+          table.concat(simulator.notes, "\n"):find("scripts run as the worker's own user", 1, true)
+        )
+      else
+        assert.are.equal("0\n", by)
+      end
       local marked = ssh.run(
         1,
         "echo kept > kept; setsid -f sleep 987654 </dev/null >/dev/null 2>&1; sleep 0.2; pgrep -f 'sleep 98765[4]'"
@@ -151,6 +161,29 @@ for _, mode in ipairs({ "auto", "none" }) do
       local result = ssh.run(3, "true")
       assert.are.equal(255, result.code)
       assert.is_truthy(result.stderr:find("REMOTE HOST IDENTIFICATION HAS CHANGED", 1, true))
+    end)
+
+    it("tells the workers apart by the address on which their metadata server is asked", function()
+      ssh.pin("job-1")
+      local base =
+        "curl -sS -f -H 'Metadata-Flavor: Google' http://$GCE_METADATA_HOST/computeMetadata/v1/instance/"
+      local event = base .. "maintenance-event"
+      local scope <close> = task.scope()
+      local waiting = scope:spawn(ssh.run, 2, event .. "'?wait_for_change=true&timeout_sec=25'")
+      eventually("the wait", function()
+        return ssh.run(2, "pgrep -f 'wait_for_chang[e]'").code == 0
+      end)
+      local node = "/v2alpha1/" .. PARENT .. "/nodes/job-1"
+      assert.are.equal(
+        200,
+        (curl(simulator, "POST", node .. ":simulateMaintenanceEvent", { workerIds = { "2" } }))
+      )
+      local told = waiting:wait()
+      assert.are.equal("TERMINATE_ON_HOST_MAINTENANCE", told.stdout, told.stderr)
+      assert.are.equal("NONE", ssh.run(1, event).stdout)
+      local upcoming = json.decode(ssh.run(2, base .. "'upcoming-maintenance?alt=json'").stdout)
+      assert.are.equal("PENDING", upcoming.maintenanceStatus)
+      assert.are.equal("UNSCHEDULED", upcoming.type)
     end)
 
     it("logs who called what", function()
