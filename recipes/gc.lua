@@ -1,5 +1,6 @@
 --- gc: what our runs have made in the cloud and nobody uses: lists it, and deletes it when asked.
 local err = require("ciranda.io.error")
+local holdings = require("ciranda.gcp.holdings")
 local journals = require("ciranda.run.journal")
 local ledger = require("ciranda.run.ledger")
 local tables = require("ciranda.cli.table")
@@ -8,12 +9,17 @@ local task = require("ciranda.task")
 --- States from which a queued resource, or a node, never runs again; it holds quota until it is deleted.
 local DEAD = { FAILED = true, SUSPENDED = true, PREEMPTED = true, TERMINATED = true }
 
+--- States of a queued resource that has no machines yet, and so holds no chips.
+local QUEUED = { CREATING = true, ACCEPTED = true, WAITING_FOR_RESOURCES = true }
+
 --- The columns of the list.
 local function row(entry)
   return {
     entry.run,
     entry.kind == "node" and entry.name .. " (node)" or entry.name,
     entry.zone or "-",
+    holdings.age_text(entry.held and entry.held.age),
+    entry.held and tostring(entry.held.chips or "?") or "-",
     entry.state,
     entry.used == "runner" and "its runner" or entry.used == "job" and "a job" or "nobody",
     entry.verdict,
@@ -34,7 +40,7 @@ end
 --- Looks at every object and says what to do with it.
 local function judge(objects, connection_of, all)
   task.map(objects, function(object)
-    local ok, state = pcall(ledger.look, connection_of(object), object)
+    local ok, state, message = pcall(ledger.look, connection_of(object), object)
     if not ok then
       if not err.is(state) or err.is(state, "cancelled") then
         error(state, 0)
@@ -43,6 +49,10 @@ local function judge(objects, connection_of, all)
       return
     end
     object.state = state
+    object.held = message and holdings.of(message, os.time()) or nil
+    if object.held and object.kind ~= "node" and QUEUED[state] then
+      object.held.chips = 0
+    end
     if state == "gone" or state == "not ours" then
       object.verdict = "forget"
     elseif object.used == "runner" or state == "not yet" then
@@ -53,6 +63,24 @@ local function judge(objects, connection_of, all)
       object.verdict = "keep"
     end
   end, 8)
+end
+
+--- What of both kinds of quota the objects hold, in words; nil when nothing.
+local function quota_text(objects)
+  local queued, chips = 0, 0
+  for _, object in ipairs(objects) do
+    if object.held then
+      queued = queued + (object.kind ~= "node" and 1 or 0)
+      chips = chips + (object.held.chips or 0)
+    end
+  end
+  if queued + chips == 0 then
+    return nil
+  end
+  return (
+    "Until they are deleted, %d count against the quota of queued resources, "
+    .. "and %d chips against that of TPUs"
+  ):format(queued, chips)
 end
 
 --- Carries the verdicts out. A run whose runner has come back meanwhile is left alone.
@@ -112,7 +140,7 @@ return {
     local connection_of = connections()
     judge(objects, connection_of, flags.ALL)
     local rows, to_delete, unknown =
-      { { "RUN", "QUEUED RESOURCE", "ZONE", "STATE", "USED BY", "VERDICT" } }, 0, 0
+      { { "RUN", "QUEUED RESOURCE", "ZONE", "AGE", "CHIPS", "STATE", "USED BY", "VERDICT" } }, 0, 0
     for _, object in ipairs(objects) do
       rows[#rows + 1] = row(object)
       to_delete = to_delete + (object.verdict == "delete" and 1 or 0)
@@ -125,6 +153,8 @@ return {
         run = object.run,
         name = object.name,
         zone = object.zone,
+        age = object.held and object.held.age,
+        chips = object.held and object.held.chips,
         state = object.state,
         used = object.used,
         verdict = object.verdict,
@@ -132,6 +162,10 @@ return {
     end
     if not context.json then
       io.write(#objects > 0 and tables.text(rows) or "Nothing that our runs have made is left.", "\n")
+    end
+    local quota = quota_text(objects)
+    if quota then
+      context.progress:say("%s", quota)
     end
     local failed = 0
     if flags.DELETE then

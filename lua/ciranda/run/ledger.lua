@@ -229,6 +229,7 @@ end
 ---@param tpu ciranda.gcp.Tpu for the object's project and zone
 ---@param object ciranda.ledger.Object
 ---@return string state its state's name, "gone", "not yet" (it may still come), or "not ours"
+---@return table? message when it is there and ours
 function M.look(tpu, object)
   local ok, message = pcall(function()
     if object.kind == "node" then
@@ -248,7 +249,7 @@ function M.look(tpu, object)
   if type(state) == "table" then
     state = state.state
   end
-  return type(state) == "string" and state or "STATE_UNSPECIFIED"
+  return type(state) == "string" and state or "STATE_UNSPECIFIED", message
 end
 
 return M

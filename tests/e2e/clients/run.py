@@ -38,6 +38,7 @@ PACKAGES = (
     "paramiko",
     "protobuf",
     "requests",
+    "websocket-client",
 )
 
 # A client: its name, its module, the walks that it makes with their arguments, and, of an API's

@@ -1,9 +1,15 @@
-"""paramiko on a worker, and what it raises when the machine or its sshd is not what it was."""
+"""paramiko on a worker, and what it raises when the machine or its sshd is not what it was; and
+websocket-client, which talks to the worker's sshd through the relay of Identity-Aware Proxy.
+"""
 
 import base64
 import contextlib
+import struct
+import urllib.parse
+from pathlib import Path
 
 import paramiko
+import websocket
 from google.cloud import tpu_v2
 
 import cloud_tpu
@@ -32,10 +38,15 @@ class Worker:
     def look(self):
         """Read where the worker is, and its host key."""
         self.address = self.tpu.get_node(name=self.name).network_endpoints[0].ip_address
-        request = tpu_v2.GetGuestAttributesRequest(name=self.name, query_path=cloud_tpu.HOST_KEYS)
-        value = self.tpu.get_guest_attributes(request).guest_attributes[0].query_value
-        keys = {item.key: item.value for item in value.items}
+        keys = {item.key: item.value for item in self.attributes(cloud_tpu.HOST_KEYS).items}
         self.host_key = paramiko.Ed25519Key(data=base64.b64decode(keys["ssh-ed25519"]))
+        items = {item.key.lower(): item.value for item in self.attributes("").items}
+        self.hostname = items["hostname"]
+
+    def attributes(self, path):
+        """The guest attributes of the worker below a path."""
+        request = tpu_v2.GetGuestAttributesRequest(name=self.name, query_path=path)
+        return self.tpu.get_guest_attributes(request).guest_attributes[0].query_value
 
     def write(self, path):
         """Write a small file by SFTP; raises what paramiko raises."""
@@ -103,6 +114,71 @@ def walk_disk(client, worker):
     faults.struck.add("fillDisk")
 
 
+# The tags of the relay's messages.
+CONNECTED, DATA = 1, 4
+
+
+def receive(relay):
+    """The next message; an empty one stands for a closing frame, after which the client raises."""
+    while True:
+        message = relay.recv()
+        if message:
+            return message
+
+
+def through_relay(worker):
+    """How the worker's sshd begins, read through the relay: its banner and its key exchange."""
+    cloud = worker.cloud
+    query = urllib.parse.urlencode(
+        {
+            "project": cloud.env["CLOUDSDK_CORE_PROJECT"],
+            "zone": cloud.env["CLOUDSDK_COMPUTE_ZONE"],
+            "instance": worker.hostname,
+            "interface": "nic0",
+            "port": worker.port,
+            "newWebsocket": "True",
+        }
+    )
+    token = Path(cloud.env["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text().strip()
+    relay = websocket.create_connection(
+        f"{cloud.env['CIRANDA_IAP_URL']}/v4/connect?{query}",
+        timeout=faults.SLOW / 2,
+        header=[f"Authorization: Bearer {token}"],
+        origin="bot:iap-tunneler",
+        subprotocols=["relay.tunnel.cloudproxy.app"],
+    )
+    try:
+        equal(struct.unpack(">H", receive(relay)[:2])[0], CONNECTED, "the relay's first message")
+        banner = b"SSH-2.0-walk\r\n"
+        relay.send_binary(struct.pack(">HI", DATA, len(banner)) + banner)
+        said = b""
+        while b"\r\n" not in said or len(said.partition(b"\r\n")[2]) < 6:
+            message = receive(relay)
+            if struct.unpack(">H", message[:2])[0] == DATA:
+                said += message[6:]
+        return said
+    finally:
+        relay.close(timeout=1)
+
+
+def walk_relay(client, worker):
+    def talk():
+        return through_relay(worker)
+
+    check(talk().startswith(b"SSH-2.0-OpenSSH"), "the worker's sshd does not greet")
+    lost = (websocket.WebSocketConnectionClosedException, ConnectionResetError)
+    for kind, expected in {
+        "relay_close": lost,
+        "relay_drop": lost,
+        "relay_mute": websocket.WebSocketTimeoutException,
+        "relay_slow": websocket.WebSocketTimeoutException,
+    }.items():
+        fault = {"kind": kind, "name": worker.short, "worker": 0}
+        if kind == "relay_slow":
+            fault["seconds"] = faults.SLOW * 2
+        faults.expect(client, fault, expected, talk)
+
+
 def walk_machine(client, worker):
     cloud = client.cloud
     cloud.control("POST", f"nodes/{worker.short}/workers/0:changeHostKey", {})
@@ -118,6 +194,7 @@ def walk(client):
     worker = Worker(client, tpu, cloud_tpu.single())
     equal(worker.run("whoami"), "walker\n", "who is logged in")
     walk_sshd(client, worker)
+    walk_relay(client, worker)
     walk_disk(client, worker)
     walk_machine(client, worker)
     cloud_tpu.done(tpu.delete_node(name=worker.name))
