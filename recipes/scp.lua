@@ -2,9 +2,11 @@
 local err = require("ciranda.io.error")
 local fan = require("ciranda.run.fan")
 local fs = require("ciranda.io.fs")
+local glob = require("ciranda.ssh.sftp_glob")
 local named_target = require("ciranda.run.named_target")
 local nodeset = require("ciranda.fleet.nodeset")
 local results_of = require("ciranda.fleet.results")
+local transfer = require("ciranda.fleet.transfer")
 local uv = require("luv")
 
 --- Seconds between two lines on how far it is.
@@ -14,7 +16,7 @@ local M = {
   summary = "copy files to workers, and from them",
   description = "ciranda scp FILE... [USER@]NAME:PATH copies to the workers, ciranda scp [USER@]NAME:PATH DIRECTORY "
     .. "from them. NAME is a queued resource, a node, or the prefix of nodes; --HOSTS needs none (:PATH). From "
-    .. "several workers each one's files come into DIRECTORY/slice_S_worker_W. A file appears under its name only "
+    .. "several workers each one's files come into DIRECTORY/slice_S_worker_W. PATH may have * ? [a-z]. A file appears under its name only "
     .. "when all of it is there.",
 }
 
@@ -86,13 +88,18 @@ end
 --- What a path is on every worker; failures to find out are the workers' own.
 ---@param fleet ciranda.Fleet
 ---@param path string
+---@param pattern boolean? the path may be a pattern: then it is a directory where it means one
 ---@return table<ciranda.Worker, string> kinds "file", "directory", ..., or "absent"
-local function kinds_of(fleet, path)
+local function kinds_of(fleet, path, pattern)
   local kinds = {}
   fleet:each(function(worker, link)
     local ok, kind = pcall(link.use, link, function(connection)
       local client <close> = connection:sftp()
-      return client:exists(path) or "absent"
+      local what
+      for _, found in ipairs(pattern and glob.expand(client, path) or {}) do
+        what = found.type == "directory" and found.type or what or found.type
+      end
+      return what or not pattern and client:exists(path) or "absent"
     end)
     if ok then
       kinds[worker] = kind
@@ -140,25 +147,25 @@ end
 
 --- Copies one source from the only worker, to where scp would put it.
 local function pull_one(part, source, copy, on_result)
-  local target, name = copy.target, last_part(source)
-  if fs.exists(target) == "directory" then
-    target = name and target:gsub("(.)/+$", "%1") .. "/" .. name or target
-  elseif #copy.sources > 1 or target:sub(-1) == "/" then
+  local target = copy.target
+  local into = fs.exists(target) == "directory"
+  if not into and (#copy.sources > 1 or target:sub(-1) == "/") then
     usage("%s is no directory", target)
   end
   local worker = part:workers()[1]
   local result = { worker = worker, code = 0, stdout = "", stderr = "" }
   local link = part:link(worker)
   local ok, problem = pcall(link.use, link, function(connection)
-    local client <close> = connection:sftp()
-    if client:stat(source).type == "directory" then
-      connection:get_tree(source, target, { sftp = client })
-    else
-      connection:get(source, target, { sftp = client })
-    end
+    return transfer.bring(connection, source, function(path, several)
+      local name = last_part(path)
+      if several and not into then
+        usage("%s may mean several files, so %s must be a directory", source, target)
+      end
+      return into and name and target:gsub("(.)/+$", "%1") .. "/" .. name or target
+    end)
   end)
   if not ok then
-    if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+    if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal", "usage") then
       error(problem, 0)
     end
     result.code, result.err = nil, problem
@@ -183,7 +190,7 @@ local function check_directories(copy, fleet, recurse)
         usage("%s is a directory; add --recurse", source)
       end
     elseif not recurse then
-      for worker, kind in pairs(kinds_of(fleet, source)) do
+      for worker, kind in pairs(kinds_of(fleet, source, true)) do
         if kind == "directory" then
           usage("%s is a directory on %s; add --recurse", source, nodeset.fold({ worker }))
         end

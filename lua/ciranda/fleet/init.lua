@@ -44,6 +44,7 @@ local RUN_OPTIONS = {
   stdin = true,
   env = true,
   timeout = true,
+  first_byte = true,
   on_stdout = true,
   on_stderr = true,
   on_result = true,
@@ -205,7 +206,8 @@ end
 
 --- Runs a command on every worker at once, by the login user's shell.
 ---@param command string
----@param options table? stdin (string), env, timeout (seconds, a worker), limit (workers at once),
+---@param options table? stdin (a string, or a file by `{ path = }`: all read the same), env, timeout (seconds, a worker),
+---  first_byte (seconds until a worker must have said something), limit (workers at once),
 ---  on_stdout(worker, bytes), on_stderr(worker, bytes), on_result(result) as each worker ends
 ---@return ciranda.fleet.Results one a worker, in order; a failure to connect or a timeout is its `err`
 -- Raises only misuse and cancellation; `results:check()` raises the rest.
@@ -215,8 +217,17 @@ function Fleet:run(command, options)
     err.misuse(2, "fleet:run takes a command as a string, not a %s", type(command))
   end
   err.check_options(options, RUN_OPTIONS, "fleet:run")
+  if type(options.stdin) == "function" then
+    -- Each piece would go to whichever worker comes first.
+    err.misuse(2, "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all workers read the same")
+  end
   return self:gather_results(function(worker, worker_link)
-    local exec_options = { stdin = options.stdin, env = options.env, timeout = options.timeout }
+    local exec_options = {
+      stdin = options.stdin,
+      env = options.env,
+      timeout = options.timeout,
+      first_byte = options.first_byte,
+    }
     for _, name in ipairs({ "on_stdout", "on_stderr" }) do
       local callback = options[name]
       if callback then
@@ -258,11 +269,11 @@ function Fleet:push(source, destination, options)
   return require("ciranda.fleet.transfer").push(self, source, destination, options or {})
 end
 
---- Pulls a file from every worker into DIRECTORY/slice_S_worker_W/NAME.
----@param source string a path on the workers
+--- Pulls a file or a directory, or all that a pattern means, from every worker into DIRECTORY/slice_S_worker_W/NAME.
+---@param source string a path on the workers, or a pattern (`*`, `?`, `[a-z]`) that each expands for itself
 ---@param directory string a local directory, made when it is not there
 ---@param options { limit: integer?, on_result: fun(result: ciranda.fleet.Result)? }?
----@return ciranda.fleet.Results with `path`, where the file is
+---@return ciranda.fleet.Results with `path`, where the file is, and `paths`, where all are
 function Fleet:pull(source, directory, options)
   return require("ciranda.fleet.transfer").pull(self, source, directory, options or {})
 end

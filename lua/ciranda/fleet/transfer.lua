@@ -1,6 +1,7 @@
 --- Files to and from every worker of a fleet.
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
+local glob = require("ciranda.ssh.sftp_glob")
 
 local M = {}
 
@@ -28,6 +29,64 @@ function M.push(fleet, source, destination, options)
   end, options.limit, options.on_result)
 end
 
+---@param path string
+---@return string the last part of its name
+local function last_part(path)
+  return path:gsub("/+$", ""):match("[^/]+$") or path
+end
+
+--- Brings one path, a file or a directory with everything in it.
+---@async
+local function fetch(connection, source, target)
+  local ok, problem = pcall(connection.get, connection, source, target)
+  if not ok then
+    if not err.is(problem, "invalid") then
+      error(problem, 0)
+    end
+    connection:get_tree(source, target) -- it is a directory
+  end
+end
+
+--- Brings what a path or a pattern means on one worker.
+---@async
+---@param connection ciranda.ssh.Connection
+---@param source string
+---@param place fun(path: string, several: boolean): string the local path of each; several: there may be more
+---@return string[] paths where they are
+-- Raises "not_found" when it means nothing there, "exists" when two would be one here, and what a transfer raises.
+function M.bring(connection, source, place)
+  local found = { { path = source } }
+  if glob.is_pattern(source) then
+    local client <close> = connection:sftp()
+    found = glob.expand(client, source)
+  end
+  if #found == 0 then
+    err.raise({
+      code = "not_found",
+      op = "pull",
+      target = source,
+      message = ("nothing there matches %s"):format(source),
+    })
+  end
+  local paths, taken = {}, {}
+  for index, each in ipairs(found) do
+    local path = place(each.path, #found > 1 or each.path ~= source)
+    if taken[path] then
+      err.raise({
+        code = "exists",
+        op = "pull",
+        target = source,
+        message = ("%s and %s would both be %s here"):format(taken[path], each.path, path),
+      })
+    end
+    taken[path], paths[index] = each.path, path
+  end
+  for index, each in ipairs(found) do
+    fetch(connection, each.path, paths[index])
+  end
+  return paths
+end
+
 --- See `fleet:pull`.
 ---@async
 ---@param fleet ciranda.Fleet
@@ -37,25 +96,19 @@ end
 ---@return ciranda.fleet.Results
 function M.pull(fleet, source, directory, options)
   err.check_options(options, { limit = true, on_result = true }, "fleet:pull", 3)
-  local name = source:gsub("/+$", ""):match("[^/]+$")
-  if not name or name == ".." or name == "." then
+  local name = last_part(source)
+  if not source:find("[^/]") or name == ".." or name == "." then
     err.misuse(3, "fleet:pull: %q names no file", source)
   end
   return fleet:gather_results(function(worker, link)
     local own = ("%s/slice_%04d_worker_%04d"):format(directory, worker.slice, worker.index)
     fs.mkdir_p(own)
-    local path = own .. "/" .. name
-    link:use(function(connection)
-      local ok, problem = pcall(connection.get, connection, source, path)
-      if not ok then
-        if not err.is(problem, "invalid") then
-          error(problem, 0)
-        end
-        -- It is a directory.
-        connection:get_tree(source, path)
-      end
+    local paths = link:use(function(connection)
+      return M.bring(connection, source, function(path)
+        return own .. "/" .. last_part(path)
+      end)
     end)
-    return { code = 0, stdout = "", stderr = "", path = path }
+    return { code = 0, stdout = "", stderr = "", path = paths[1], paths = paths }
   end, options.limit, options.on_result)
 end
 

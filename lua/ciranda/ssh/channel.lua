@@ -173,7 +173,7 @@ function Channel:close_stdin()
 end
 
 --- Send a signal. The protocol has no answer to it: OpenSSH's server ignores it for logins as root and for forced
---- commands, and says nothing. `stop` makes sure.
+--- commands, and says nothing. `fleet:signal` goes by the guard, which confirms it.
 ---@param name string "TERM", "INT", "KILL", "USR1", ...; "SIGTERM" is understood
 ---@return boolean sent false when the command has ended
 function Channel:signal(name)

@@ -3,6 +3,7 @@
 local channels = require("ciranda.ssh.channel")
 local errors = require("ciranda.io.error")
 local forwards = require("ciranda.ssh.forward")
+local fs = require("ciranda.io.fs")
 local log = require("ciranda.io.log")
 local scheduler = require("ciranda.task.scheduler")
 local sftp = require("ciranda.ssh.sftp")
@@ -14,6 +15,9 @@ local M = {}
 
 --- Output kept by `exec` when nobody takes it; more is an error.
 M.MAX_OUTPUT = 64 * 1024 * 1024
+
+-- Bytes of a file read at once for a command's standard input.
+local FILE_PIECE = 262144
 
 -- Connection -------------------------------------------------------------------------------------------------------
 
@@ -217,18 +221,21 @@ local EXEC_OPTIONS = {
   on_stdout = true,
   on_stderr = true,
   timeout = true,
+  first_byte = true,
   env = true,
   pty = true,
   max_output = true,
 }
 
 ---@class ciranda.ssh.ExecOptions: ciranda.ssh.StartOptions
----@field stdin string|(fun(): string?)|nil  what the command reads; a function is called for more until it returns
----                                          nil. Without it the command reads end of file
+---@field stdin string|{ path: string }|(fun(): string?)|nil  what the command reads: bytes, a local file, or a function
+---                                          that is called for more until it returns nil. Without it the command
+---                                          reads end of file
 ---@field on_stdout (fun(bytes: string))?    called in the calling task with what comes, in order; the command waits
 ---                                          meanwhile
 ---@field on_stderr (fun(bytes: string))?
 ---@field timeout number?                    seconds until it is given up: TERM, then its channel is closed
+---@field first_byte number?                 seconds until something must have come, or the command have ended
 ---@field max_output integer?                bytes kept of each stream; 64 MiB
 
 ---@class ciranda.ssh.Result
@@ -273,6 +280,13 @@ local function feed(channel, stdin)
   local ok, err = pcall(function()
     if type(stdin) == "string" then
       channel:write(stdin)
+    elseif type(stdin) == "table" then
+      local file <close> = fs.open(stdin.path, "r")
+      local piece = file:read(FILE_PIECE)
+      while piece ~= "" do
+        channel:write(piece)
+        piece = file:read(FILE_PIECE)
+      end
     else
       for piece in stdin do
         channel:write(piece)
@@ -372,9 +386,38 @@ function Connection:_too_much(command, stream, limit)
   })
 end
 
+--- A reader whose first piece must come in time.
+---@private
+function Connection:_first(command, seconds)
+  local first = true
+  return function(channel)
+    if not first then
+      return channel:read()
+    end
+    first = false
+    local values = table.pack(pcall(task.timeout, seconds, channel.read, channel))
+    if values[1] then
+      return table.unpack(values, 2, values.n)
+    elseif not errors.is(values[2], "timeout") or values[2].phase then
+      error(values[2], 0)
+    end
+    return errors.raise({
+      code = "timeout",
+      phase = "first_byte",
+      op = "ssh.exec",
+      target = self.label,
+      message = ("%s has said nothing for %g s on %s; it was sent TERM and may live on"):format(
+        command,
+        seconds,
+        self.label
+      ),
+    })
+  end
+end
+
 ---@private
 function Connection:_exec(command, options)
-  if not options.stdin and not options.on_stdout and not options.on_stderr then
+  if not options.stdin and not options.first_byte and not options.on_stdout and not options.on_stderr then
     local result = self:_exec_at_once(command, options)
     if result then
       return setmetatable(result, Result)
@@ -397,7 +440,8 @@ function Connection:_exec(command, options)
   local sinks = { stdout = options.on_stdout, stderr = options.on_stderr }
   local kept, sizes = { stdout = {}, stderr = {} }, { stdout = 0, stderr = 0 }
   local limit = options.max_output or M.MAX_OUTPUT
-  for data, stream in channel.read, channel do
+  local read = options.first_byte and self:_first(command, options.first_byte) or channel.read
+  for data, stream in read, channel do
     local sink = sinks[stream]
     if sink then
       sink(data)

@@ -84,6 +84,42 @@ describe("scp", function()
     end
   )
 
+  it("expands patterns on each worker, and says where nothing matches", function()
+    on_workers(
+      "mkdir -p g/a g/b g/.c; hostname > g/a/1.log; echo 2 > g/b/2.log; echo 3 > g/.c/3.log; echo x > 'g/[a].log'"
+    )
+    local result = cloud:run("scp", "job:g/*/[12].lo?", "globbed", "--worker=0-1")
+    assert.equal(0, result.code, result.err)
+    for worker = 0, 1 do
+      local own = ("%s/globbed/slice_0000_worker_%04d/"):format(code, worker)
+      assert.matches(("-w-%d\n"):format(worker), fs.read(own .. "1.log"), 1, true)
+      assert.equal("2\n", fs.read(own .. "2.log"))
+      assert.is_nil(fs.exists(own .. "3.log"))
+    end
+    fs.mkdir(code .. "/one")
+    assert.equal(0, cloud:run("scp", "job:~/g/[!x]/*.log", "one").code)
+    assert.equal("2\n", fs.read(code .. "/one/2.log"))
+    assert.equal(0, cloud:run("scp", "job:g/[a].log", "one/literal").code)
+    assert.equal("x\n", fs.read(code .. "/one/literal"))
+    -- Directories need --recurse here too, and a pattern needs a directory.
+    result = cloud:run("scp", "job:g/*", "one")
+    assert.equal(2, result.code)
+    assert.matches("is a directory on slice0/worker0; add --recurse", result.err, 1, true)
+    result = cloud:run("scp", "job:g/b/*.log", "nothing-here")
+    assert.equal(2, result.code)
+    assert.matches("nothing-here must be a directory", result.err, 1, true)
+    assert.equal(0, cloud:run("scp", "--recurse", "job:g/[ab]", "one").code)
+    assert.equal("2\n", fs.read(code .. "/one/b/2.log"))
+    cloud:run("ssh", "job", "--worker=1", "--command=rm g/b/2.log")
+    result = cloud:run("scp", "job:g/b/*.log", "parts", "--worker=0-1")
+    assert.equal(1, result.code)
+    assert.matches("nothing there matches g/b/*.log", result.err, 1, true)
+    assert.matches("1 of 2 workers failed; slice 0 worker 1", result.err .. result.out, 1, true)
+    result = cloud:run("scp", "--recurse", "job:g/*/*.log", "job-g/x/") -- no directory
+    assert.equal(2, result.code)
+    on_workers("rm -r g")
+  end)
+
   it("names who failed, keeps what worked, and gives up after a failed batch", function()
     cloud:run("ssh", "job", "--worker=1", "--command=echo x > ~/only-here")
     local result = cloud:run("scp", "job:only-here", "parts", "--worker=all")

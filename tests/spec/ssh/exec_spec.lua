@@ -1,4 +1,6 @@
+local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -131,6 +133,24 @@ describe("a command", function()
       end,
     })
     assert.are.equal("5000000", result.stdout:match("%d+"))
+  end)
+
+  it("reads standard input from a file, which must be there", function()
+    local path = support.write("input", ("line\n"):rep(200000))
+    local result = connection:exec("md5sum; exit 3", { stdin = { path = path } })
+    assert.are.equal(3, result.code)
+    assert.are.equal(crypto.hex(crypto.digest("md5", fs.read(path))), result.stdout:match("%x+"))
+    fails("not_found", nil, connection.exec, connection, "cat", { stdin = { path = path .. ".not" } })
+  end)
+
+  it("must say something in time when that is asked, and may then take its own", function()
+    local err = fails("timeout", "first_byte", connection.exec, connection, "sleep 30", { first_byte = 0.3 })
+    assert.is_truthy(err.message:find("has said nothing for 0.3 s", 1, true))
+    local talks = connection:exec("echo first; sleep 1; echo last", { first_byte = 0.9 })
+    assert.are.equal("first\nlast\n", talks.stdout)
+    assert.are.equal(7, connection:exec("exit 7", { first_byte = 20 }).code)
+    local options = { first_byte = 20, timeout = 0.5 }
+    fails("timeout", "exec", connection.exec, connection, "echo; sleep 30", options)
   end)
 
   it("that ends without reading its input is no failure", function()
