@@ -163,7 +163,9 @@ function M.run()
       return false
     end
     if M.running then
-      M.running:cancel("Ctrl-C")
+      if not session.tell_running() then
+        M.running:cancel("Ctrl-C")
+      end
     elseif edit then
       edit.cancel()
       io.write("\n")

@@ -37,6 +37,13 @@ function M.interrupted_status()
   return SIGNAL_STATUS[interrupted_by] or 130
 end
 
+--- Tells who is in a `fleet:run`, unless that has been told since it began.
+---@return boolean told
+function M.tell_running()
+  local running = package.loaded["ciranda.fleet.running"]
+  return running ~= nil and running.tell()
+end
+
 local function on_signal(name)
   counts[name] = (counts[name] or 0) + 1
   if name == "SIGQUIT" then
@@ -48,7 +55,7 @@ local function on_signal(name)
       return
     end
   end
-  if not SIGNAL_STATUS[name] then
+  if not SIGNAL_STATUS[name] or (name == "SIGINT" and #handlers == 0 and M.tell_running()) then
     return
   end
   local stdio = package.loaded["ciranda.io.stdio"]

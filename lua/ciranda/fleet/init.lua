@@ -37,6 +37,7 @@ local NEW_OPTIONS = {
   retry_for = true,
   handshakes = true,
   connect = true,
+  fresh_pins = true,
   on_address = true,
 }
 
@@ -87,7 +88,8 @@ Fleet.__index = Fleet
 ---  `ssh.connect`; internal_ip (true: internal addresses only, false: external only, nil: the external one if it
 ---  answers); tunnel ({ project, zone, always }: workers without an external address, or all, through IAP) and
 ---  credentials for it (found when not given); retry_for (seconds, 30); handshakes (64 at once); connect (in place of
----  `ssh.connect`); on_address(worker, "external"|"internal"|"tunnel")
+---  `ssh.connect`); fresh_pins(worker) -> pins (asked when a worker shows another host key than its pins: it may have
+---  been made anew); on_address(worker, "external"|"internal"|"tunnel")
 ---@return ciranda.Fleet fleet to be closed; a `<close>` variable may hold it
 -- Raises a misuse for an unknown option.
 function M.new(slices, options)
@@ -205,6 +207,8 @@ function Fleet:gather_results(fn, limit, on_result)
 end
 
 --- Runs a command on every worker at once, by the login user's shell.
+---
+--- In a program that has no handler of its own the first Ctrl-C says who is still running, and the second stops them.
 ---@param command string
 ---@param options table? stdin (a string, or a file by `{ path = }`: all read the same), env, timeout (seconds, a worker),
 ---  first_byte (seconds until a worker must have said something), limit (workers at once),
@@ -219,7 +223,17 @@ function Fleet:run(command, options)
   err.check_options(options, RUN_OPTIONS, "fleet:run")
   if type(options.stdin) == "function" then
     -- Each piece would go to whichever worker comes first.
-    err.misuse(2, "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all workers read the same")
+    err.misuse(
+      2,
+      "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all workers read the same"
+    )
+  end
+  local running <close> = require("ciranda.fleet.running").begin(self.members)
+  local function on_result(result)
+    running:ended(result.worker)
+    if options.on_result then
+      options.on_result(result)
+    end
   end
   return self:gather_results(function(worker, worker_link)
     local exec_options = {
@@ -240,7 +254,7 @@ function Fleet:run(command, options)
       return connection:exec(command, exec_options)
     end)
     return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
-  end, options.limit, options.on_result)
+  end, options.limit, on_result)
 end
 
 --- Connects to every worker: one first, so that a wrong key or user is told once and not a thousand times.

@@ -31,6 +31,8 @@ local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", 
 ---@field credentials ciranda.gcp.Credentials? for the tunnels; found when there are none
 ---@field prefer_internal boolean? found out: the external address did not answer, the internal one did
 ---@field tunnels boolean? found out: a tunnel came about
+---@field fresh_pins (fun(worker: ciranda.Worker): string[]?)? asks the cloud for a worker's host keys again: those of
+---  a node that was made anew are others
 ---@field on_address fun(worker: ciranda.Worker, kind: "external"|"internal"|"tunnel")?
 
 ---@class ciranda.fleet.Link
@@ -196,6 +198,18 @@ function Link:try_addresses()
   error(first_failure, 0)
 end
 
+--- Reads the worker's host keys again where they came from. Returns whether they are others now.
+---@private
+function Link:renew_pins()
+  local worker, renew = self.worker, self.settings.fresh_pins
+  local pins = renew and worker.pins and renew(worker)
+  if not pins or table.concat(pins, "\n") == table.concat(worker.pins, "\n") then
+    return false
+  end
+  worker.pins = pins
+  return true
+end
+
 --- Connects, trying again while the failure is one that may pass.
 ---@private
 function Link:dial_until()
@@ -211,6 +225,9 @@ function Link:dial_until()
       })
     end
     local ok, result = pcall(self.try_addresses, self)
+    if not ok and err.is(result, "hostkey") and result.reason == "changed" and self:renew_pins() then
+      ok, result = pcall(self.try_addresses, self)
+    end
     if ok then
       return result
     end

@@ -236,6 +236,22 @@ function M.with_pins(tpu, found, pins)
   end, 16)
 end
 
+--- A worker's host keys, asked for again: those of a node that was made anew are others.
+---@async
+---@param tpu ciranda.gcp.Tpu
+---@param worker ciranda.Worker
+---@return string[]? pins nil when the API does not tell
+function M.pins(tpu, worker)
+  local ok, answer = pcall(tpu.guest_attributes, tpu, worker.node)
+  if not ok then
+    if not err.is(answer, table.unpack(NO_ATTRIBUTES)) then
+      error(answer, 0)
+    end
+    return nil
+  end
+  return (from_guest_attributes(answer[worker.index + 1]))
+end
+
 --- The slices of all nodes with a name or prefix.
 ---@async
 ---@param options { tpu: ciranda.gcp.Tpu, prefix: string, pins: boolean? } pins: read the host keys from the guest

@@ -252,6 +252,9 @@ function M.of(slices, tpu, flags, progress)
       progress:say("Connecting by %s addresses", kind)
     end
   end
+  options.fresh_pins = tpu and function(worker)
+    return nodes.pins(tpu, worker)
+  end
   local fleet = fleets.new(slices, options)
   if flags.SLICES then
     fleet = fleet:select(M.slice_set(flags.SLICES))

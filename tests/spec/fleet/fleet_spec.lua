@@ -216,6 +216,38 @@ describe("fleet", function()
     assert.equal("permission", problem.code)
   end)
 
+  it("asks for the host keys again when another is shown, and believes only new ones", function()
+    local current, asked = "ssh-ed25519 new", 0
+    local only = { { index = 0, name = "n", workers = { slices[1].workers[1] } } }
+    only[1].workers[1].pins = { "ssh-ed25519 old" }
+    local function judge(options)
+      if options.pins[1] ~= current then
+        errors.raise({ code = "hostkey", reason = "changed", message = "another key" })
+      end
+      options.pins = nil
+      return connect(options)
+    end
+    local told = { "ssh-ed25519 old" }
+    local function fleet_of(fresh)
+      return fleets.new(only, { connect = judge, retry_for = 0, fresh_pins = fresh })
+    end
+    local function fresh()
+      asked = asked + 1
+      return told
+    end
+    -- The control: nobody to ask, or the same answer as before.
+    assert.equal("hostkey", fleet_of(nil):run("x")[1].err.code)
+    assert.equal("hostkey", fleet_of(fresh):run("x")[1].err.code)
+    assert.equal(1, asked)
+    told = { current }
+    assert.is_nil(fleet_of(fresh):run("x")[1].err)
+    assert.equal(2, asked)
+    -- A second machine that shows yet another key is asked about once, and refused.
+    current = "ssh-ed25519 third"
+    assert.equal("hostkey", fleet_of(fresh):run("x")[1].err.code)
+    assert.equal(3, asked)
+  end)
+
   it("gathers equal answers", function()
     local groups = fleet:run("case $HOME in *1.1) echo odd;; *) echo same;; esac"):gather()
     assert.equal("slice0/worker[0-1],slice1/worker0", groups[1].nodes)
