@@ -15,9 +15,9 @@ local STATUS_EVERY = 2
 local M = {
   summary = "copy files to workers, and from them",
   description = "ciranda scp FILE... [USER@]NAME:PATH copies to the workers, ciranda scp [USER@]NAME:PATH DIRECTORY "
-    .. "from them. NAME is a queued resource, a node, or the prefix of nodes; --HOSTS needs none (:PATH). From "
-    .. "several workers each one's files come into DIRECTORY/slice_S_worker_W. PATH may have * ? [a-z]. A file appears under its name only "
-    .. "when all of it is there.",
+    .. "from them; there PATH may have * ? [a-z]. NAME is a queued resource, a node, or the prefix of nodes; --HOSTS "
+    .. "needs none (:PATH). From several workers each one's files come into DIRECTORY/slice_S_worker_W. A file appears "
+    .. "under its name only when all of it is there.",
 }
 
 M.flags = {

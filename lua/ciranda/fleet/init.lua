@@ -225,7 +225,7 @@ function Fleet:run(command, options)
     -- Each piece would go to whichever worker comes first.
     err.misuse(
       2,
-      "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all workers read the same"
+      "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all read the same"
     )
   end
   local running <close> = require("ciranda.fleet.running").begin(self.members)
