@@ -210,8 +210,8 @@ end
 ---
 --- In a program that has no handler of its own the first Ctrl-C says who is still running, and the second stops them.
 ---@param command string
----@param options table? stdin (a string, or a file by `{ path = }`: all read the same), env, timeout (seconds, a worker),
----  first_byte (seconds until a worker must have said something), limit (workers at once),
+---@param options table? stdin (a string, or a file by `{ path = }`: all read the same), env, timeout (seconds, a
+---  worker), first_byte (seconds until a worker must have said something), limit (workers at once),
 ---  on_stdout(worker, bytes), on_stderr(worker, bytes), on_result(result) as each worker ends
 ---@return ciranda.fleet.Results one a worker, in order; a failure to connect or a timeout is its `err`
 -- Raises only misuse and cancellation; `results:check()` raises the rest.
