@@ -45,7 +45,7 @@ for compiler in "${CLANG:-clang}" clang-19 clang-16 clang-15 clang-14; do
   fi
 done
 if [ "$libfuzzer" = yes ]; then
-  ./fuzz -max_total_time="$seconds" -seed="$seed" -max_len=8192 -timeout=10 -rss_limit_mb=1024 -verbosity=0 \
+  ./fuzz -max_total_time="$seconds" -seed="$seed" -max_len=8192 -timeout=60 -rss_limit_mb=1024 -verbosity=0 \
     -print_final_stats=1 corpus seeds >log 2>&1 || { tail -n 40 log; exit 1; }
   runs=$(sed -n 's/^stat::number_of_executed_units: *//p' log)
 else

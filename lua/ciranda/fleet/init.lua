@@ -223,10 +223,7 @@ function Fleet:run(command, options)
   err.check_options(options, RUN_OPTIONS, "fleet:run")
   if type(options.stdin) == "function" then
     -- Each piece would go to whichever worker comes first.
-    err.misuse(
-      2,
-      "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all read the same"
-    )
+    err.misuse(2, "fleet:run: 'stdin' is a string or a file ({ path = }), not a function: all read the same")
   end
   local running <close> = require("ciranda.fleet.running").begin(self.members)
   local function on_result(result)
