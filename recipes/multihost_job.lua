@@ -6,10 +6,9 @@ local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local job = require("ciranda.run.job")
-local json = require("ciranda.io.json")
+local job_view = require("ciranda.run.job_view")
 local journals = require("ciranda.run.journal")
 local provisions = require("ciranda.run.provision")
-local task = require("ciranda.task")
 local topology = require("ciranda.mesh.topology")
 local uv = require("luv")
 
@@ -17,11 +16,13 @@ local M = {
   summary = "ask for TPU slices whose start-up script runs a command, and return",
   creates = true, -- run --sim begins without slices
   description = "Puts SCRIPT_DIR into a bucket and asks for a queued resource whose machines fetch it and run COMMAND "
-    .. "as root in /RUN_NAME, a virtual environment active, at every boot until it has finished. Returns "
-    .. "when the request has been accepted; --follow=true stays until the end. Logs and exit statuses are in "
-    .. "the bucket, in BUCKET_DIR/RUN_NAME/main_command_log_slice_S_worker_W and "
-    .. ".../status_slice_S_worker_W, written while the job runs; they do not go to Cloud Logging. When every "
-    .. "worker has finished the first one deletes the queued resource; `ciranda gc` finds one that was left.",
+    .. "as root in /RUN_NAME, a virtual environment active, at every boot until it has finished: it goes on after "
+    .. "maintenance, repair and reset. Returns when the request has been accepted; --follow=true stays until the end, "
+    .. "and asks again for what was preempted. Logs and exit statuses are in the bucket, in "
+    .. "BUCKET_DIR/RUN_NAME/main_command_log_slice_S_worker_W and .../status_slice_S_worker_W, written while the job "
+    .. "runs (`ciranda job_status RUN_NAME`); they do not go to Cloud Logging. When one worker fails the others are "
+    .. "stopped, with time to save; when every worker has finished they delete the queued resource. `ciranda gc` finds "
+    .. "one that was left.",
   flags = {
     { name = "TPU_TYPE", default = "v4-8", help = "Accelerator type of each slice." },
     { name = "VERSION", help = "Runtime version (the usual one for TPU_TYPE)." },
@@ -51,6 +52,18 @@ local M = {
       type = "boolean",
       default = false,
       help = "Stay: show the first worker's log, end with the job.",
+    },
+    {
+      name = "PREEMPTIONS",
+      type = "integer",
+      default = 3,
+      help = "With --follow: how often a preempted queued resource is deleted and asked for again.",
+    },
+    {
+      name = "UPDATE",
+      type = "boolean",
+      default = false,
+      help = "Give the machines of RUN_NAME, which are there, this code and COMMAND at their next boot.",
     },
   },
 }
@@ -101,41 +114,58 @@ local function make_request(flags, run)
 end
 
 --- Makes the bundle and puts everything that the machines fetch into the bucket.
----@return ciranda.run.JobPlace
-local function upload(context, storage, run, request)
-  local flags, progress = context.flags, context.progress
+local function upload(context, storage, run, place)
+  local flags = context.flags
   local temporary = fs.tempdir("ciranda-job")
-  local cleanup <close> = setmetatable({}, {
+  local _ <close> = setmetatable({}, {
     __close = function()
       fs.remove_tree(temporary)
     end,
   })
-  local _ = cleanup
   local archive = ("script_dir_zip_%s.tar.gz"):format(run)
   local manifest = bundle.from_flags(context, temporary .. "/" .. archive, flags.COMMAND)
-  local guard = attempt.guard()
-  local place = job.place({ bucket = flags.BUCKET_NAME, directory = flags.BUCKET_DIR, run = run })
-  place.bundle, place.bundle_sha256 = archive, manifest.archive_sha256
-  place.guard, place.guard_sha256 = "ciranda-guard-" .. guard.sha256, guard.sha256
   local entries = {}
   for index, entry in ipairs(manifest.entries) do
     entries[index] = { path = entry.path, mode = entry.mode, size = entry.size, sha256 = entry.sha256 }
   end
-  task.all({
-    function()
-      storage:upload(place.bucket, place.prefix .. "/" .. archive, { path = manifest.archive })
-    end,
-    function()
-      storage:upload(place.bucket, place.prefix .. "/" .. place.guard, guard.bytes)
-    end,
-    function()
-      storage:upload(place.bucket, place.prefix .. "/manifest.json", json.encode(json.array(entries)))
-    end,
+  job.publish(storage, place, {
+    command = flags.COMMAND,
+    bundle = { name = archive, path = manifest.archive, sha256 = manifest.archive_sha256 },
+    manifest = entries,
+    guard = attempt.guard(),
   })
-  progress:say("%s is in gs://%s/%s/", bundle.size_text(manifest.archive_size), place.bucket, place.prefix)
-  local shape = topology.of({ type = request.accelerator, topology = request.topology })
-  place.workers = shape.hosts * request.slices
-  return place
+  context.progress:say(
+    "%s is in gs://%s/%s/",
+    bundle.size_text(manifest.archive_size),
+    place.bucket,
+    place.prefix
+  )
+end
+
+--- Is there a queued resource of this name already? Then its machines read what is in the bucket.
+local function check_name(flags, tpu, run)
+  local state = tpu:queued_resource(run):state()
+  if flags.UPDATE and not state then
+    err.raise({
+      code = "usage",
+      message = ("--UPDATE: there is no queued resource %s in %s"):format(run, tpu.zone),
+    })
+  elseif state and not flags.UPDATE then
+    err.raise({
+      code = "exists",
+      target = run,
+      message = (
+        "queued resource %s exists already and is %s: give another --RUN_NAME; or --UPDATE=true, which gives "
+        .. "its machines this code at their next boot; or delete it: ciranda qr delete %s --force"
+      ):format(run, state, run),
+    })
+  end
+end
+
+--- How much of the first worker's log is there from before.
+local function log_size(storage, place)
+  local object = storage:stat(place.bucket, place.prefix .. "/main_command_log_slice_0_worker_0")
+  return object and math.tointeger(tonumber(object.size)) or 0
 end
 
 ---@param context ciranda.cli.Context
@@ -159,22 +189,42 @@ function M.run(context)
   for _, warning in ipairs(checkpoint_flags.warnings(flags.COMMAND, request.autocheckpoint or false)) do
     progress:say("Warning: %s", warning)
   end
+  local shape = topology.of({ type = request.accelerator, topology = request.topology })
+  local place = job.place({ bucket = flags.BUCKET_NAME, directory = flags.BUCKET_DIR, run = run })
+  place.slices, place.workers = request.slices, shape.hosts * request.slices
+  check_name(flags, tpu, run)
   local journal <close> = journals.open(run, { recipe = context.name, arguments = context.args })
-  local place = upload(context, storage, run, request)
-  request.startup_script = job.script({
-    place = place,
-    command = flags.COMMAND,
-    run = run,
-    tpu = tpu,
-    storage = storage,
-    slices = request.slices,
-    delete = not flags.follow,
+  upload(context, storage, run, place)
+  journal:append("job", {
+    bucket = place.bucket,
+    prefix = place.prefix,
+    slices = place.slices,
+    workers = place.workers,
+    generation = place.generation,
+    project = tpu.project,
+    zone = tpu.zone,
   })
+  if flags.UPDATE then
+    journal:close(0, "detached")
+    context.finish({
+      kind = "done",
+      status = 0,
+      message = ("Generation %d is there, and is taken up at the next boot: ciranda qr reset %s --zone=%s"):format(
+        place.generation,
+        run,
+        tpu.zone
+      ),
+    })
+    return 0
+  end
+  local shown = log_size(storage, place)
+  request.startup_script = job.script({ place = place, run = run, tpu = tpu, storage = storage })
   local provision = provisions.start({
     journal = journal,
     tpu = tpu,
     request = request,
     keep = "job",
+    preemptions = flags.PREEMPTIONS,
     on_note = function(text)
       progress:say("%s", text)
     end,
@@ -188,13 +238,14 @@ function M.run(context)
   )
   progress:say("Logs: gs://%s/%s/main_command_log_slice_S_worker_W", place.bucket, place.prefix)
   if flags.follow then
-    local result = job.follow({
+    local result = job_view.follow({
       storage = storage,
       queued_resource = made,
       place = place,
       progress = progress,
       json = context.json,
       journal = journal,
+      shown = shown,
       again = function(reason)
         return provision:again(reason) and provision.queued_resource or nil
       end,
@@ -206,10 +257,7 @@ function M.run(context)
   context.finish({
     kind = "done",
     status = 0,
-    message = ("The job runs by itself. Its queued resource: ciranda qr describe %s --zone=%s"):format(
-      made.id,
-      tpu.zone
-    ),
+    message = ("The job runs by itself; see it with: ciranda job_status %s"):format(run),
   })
   return 0
 end

@@ -204,6 +204,7 @@ end
 ---@field recipe string?
 ---@field runners ciranda.journal.Runner[] those that have not said goodbye, oldest first
 ---@field objects table<string, ciranda.journal.Object> by "kind name"
+---@field job ciranda.run.JobPlace? where the objects of a job are that runs by itself
 ---@field attempts table[] in order; each { attempt, series, gone, command, workers, exits, ended, ... }
 ---@field ended { status: integer, kind: string }? how the last runner ended
 ---@field first_us integer? time of the first fact, microseconds since 1970
@@ -248,6 +249,10 @@ function FOLD.object(state, fact)
       known[name] = value
     end
   end
+end
+
+function FOLD.job(state, fact)
+  state.job = fact
 end
 
 function FOLD.attempt(state, fact)

@@ -1,8 +1,9 @@
 --- A queued resource from the request to slices that are up, with a budget for the rare end in between.
 --
 -- Google's Multislice guide: a queued resource may be FAILED while some of its slices are ACTIVE; delete what was made
--- and try again in some minutes. That is done here, so often as the budget allows, and told each time. No other end is
--- tried again: quota is not freed and capacity not found by asking the same again.
+-- and try again in some minutes. That is done here, so often as the budget allows, and told each time; so it is for what was
+-- preempted, when that is asked for. No other end is tried again: quota is not freed and capacity not found by asking
+-- the same again.
 local err = require("ciranda.io.error")
 local ledger = require("ciranda.run.ledger")
 local task = require("ciranda.task")
@@ -13,6 +14,8 @@ local M = {}
 --- How often a request is made in all, and the seconds between two ("some minutes").
 M.TRIES = 3
 M.PAUSE = 300
+--- Seconds before what was preempted is asked for again, doubled each time.
+M.PREEMPTION_PAUSE = 30
 
 ---@class ciranda.run.ProvisionOptions
 ---@field journal ciranda.Journal
@@ -21,16 +24,26 @@ M.PAUSE = 300
 ---@field keep string? as for `ledger.create`
 ---@field tries integer? in all (3)
 ---@field pause number? seconds between two (300)
+---@field preemptions integer? how often what was preempted is asked for again (0)
 ---@field on_note fun(text: string) takes what a person should know
 
 ---@class ciranda.run.Provision
 ---@field queued_resource ciranda.gcp.QueuedResource the one that was asked for last
 ---@field tries integer how many have been made
+---@field preempted integer how many of them were made because the one before was preempted
 local Provision = {}
 Provision.__index = Provision
 
-local OPTIONS =
-  { journal = true, tpu = true, request = true, keep = true, tries = true, pause = true, on_note = true }
+local OPTIONS = {
+  journal = true,
+  tpu = true,
+  request = true,
+  keep = true,
+  tries = true,
+  pause = true,
+  preemptions = true,
+  on_note = true,
+}
 
 local function ask(self)
   local options = self.options
@@ -45,9 +58,32 @@ end
 -- Raises what `ledger.create` raises.
 function M.start(options)
   err.check_options(options, OPTIONS, "provision.start")
-  local self = setmetatable({ options = options, tries = 0 }, Provision)
+  local self = setmetatable({ options = options, tries = 0, preempted = 0 }, Provision)
   ask(self)
   return self
+end
+
+--- Asks once more for what was preempted, within its budget.
+local function after_preemption(self)
+  local options = self.options
+  local budget = options.preemptions or 0
+  if self.preempted >= budget then
+    return false
+  end
+  local pause = (options.pause or M.PREEMPTION_PAUSE) * 2 ^ self.preempted
+  self.preempted = self.preempted + 1
+  options.on_note(
+    ("%s was preempted: deleting it, and asking again in %g s (%d of %d times)"):format(
+      tostring(self.queued_resource),
+      pause,
+      self.preempted,
+      budget
+    )
+  )
+  ledger.delete(options.journal, self.queued_resource)
+  task.sleep(pause)
+  ask(self)
+  return true
 end
 
 --- Asks once more after an end that asking again may mend: tells it, deletes what there is, with force, and waits some
@@ -58,6 +94,9 @@ end
 ---@return boolean whether it was asked again
 function Provision:again(reason, deadline)
   local options = self.options
+  if err.is(reason, "preempted") then
+    return after_preemption(self)
+  end
   local up = err.is(reason) and reason.ready_nodes
   if not up or up < 1 then
     return false

@@ -64,6 +64,7 @@ function M.new(settings, node, worker)
     directory = settings.directory,
     hostname = tpu_env.vm_name(node, worker),
     maintenance_event = "NONE",
+    published = {}, -- guest attributes that programs on it have written: by namespace, by key
     running = false,
   }, Machine)
   self.etc = self.directory .. "/etc"
@@ -394,14 +395,20 @@ function Machine:holders()
   return list
 end
 
---- What the guest publishes: its host key, its host name.
+--- What the guest publishes: its host key, its host name, and what its programs have written.
 ---@return { namespace: string, key: string, value: string }[]
 function Machine:guest_attributes()
   local kind, value = self.host_key:match("^(%S+) (%S+)$")
-  return {
+  local list = {
     { namespace = "hostkeys", key = kind, value = value },
     { namespace = "guestInventory", key = "hostname", value = self.hostname },
   }
+  for namespace, values in pairs(self.published) do
+    for key, text in pairs(values) do
+      list[#list + 1] = { namespace = namespace, key = key, value = text }
+    end
+  end
+  return list
 end
 
 return M

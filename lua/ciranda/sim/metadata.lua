@@ -53,6 +53,7 @@ function M.worker(world, machine)
       attributes = tpu_env.attributes(world, node, machine.worker),
       ["cpu-platform"] = "Unknown CPU Platform",
       description = node.message.description or "",
+      ["guest-attributes"] = machine.published,
       hostname = ("%s.%s.c.%s.internal"):format(machine.hostname, node.zone, world.project.id),
       id = tostring(node.uid ~ machine.worker),
       ["maintenance-event"] = machine.maintenance_event,
@@ -202,6 +203,20 @@ local function wait_for_change(tree, path, query, first)
   return answer
 end
 
+-- A guest publishes an attribute: the only thing that may be written. A value has at most 256 kB (Compute Engine).
+local function publish(tree, path, value)
+  local namespace, key = path:match("^/instance/guest%-attributes/([%w_-]+)/([%w_-]+)$")
+  local attributes = find(tree, "/instance/guest-attributes")
+  if not namespace or not attributes then
+    return text(404, "Not Found\n", "text/plain")
+  elseif #value > 262144 then
+    return text(413, "The value is too large\n", "text/plain")
+  end
+  attributes[namespace] = attributes[namespace] or {}
+  attributes[namespace][key] = value
+  return text(200, "")
+end
+
 --- A refusal as the metadata server writes it.
 ---@param err ciranda.sim.Status
 ---@return table answer
@@ -220,12 +235,15 @@ function M.answer(tree, request)
     return text(200, "computeMetadata/\n")
   end
   local path = request.path:match("^/computeMetadata/v1(.*)$")
-  if not path or request.method ~= "GET" then
+  if not path or request.method ~= "GET" and request.method ~= "PUT" then
     return text(404, "Not Found\n", "text/plain")
   elseif headers["X-Forwarded-For"] then
     return text(403, "X-Forwarded-For is not allowed\n", "text/plain")
   elseif (headers["Metadata-Flavor"] or ""):lower() ~= "google" then
     return text(403, "Missing Metadata-Flavor:Google header.\n", "text/plain")
+  end
+  if request.method == "PUT" then
+    return publish(tree(), path, request.body or "")
   end
   local query = request:args()
   local first = answer_once(tree, path, query)

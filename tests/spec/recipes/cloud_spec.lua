@@ -3,30 +3,19 @@ local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
 local sim = require("ciranda.sim")
-local storage_of = require("ciranda.gcp.storage")
 local task = require("ciranda.task")
 local uv = require("luv")
 
 local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
 
 describe("recipes on the simulated cloud", function()
-  local simulator, root, storage
+  local simulator, root
 
   setup(function()
     root = fs.tempdir("ciranda-cloud")
     fs.mkdir(root .. "/code")
     fs.mkdir(root .. "/home")
-    simulator = sim.start({ slices = 2, type = "v5litepod-4", prefix = "job", buckets = { "bucket" } })
-    for name, value in pairs(simulator.env) do
-      if name == "STORAGE_EMULATOR_HOST" then
-        storage = storage_of.connect({
-          endpoint = value,
-          client = require("ciranda.gcp.client").new({
-            credentials = require("ciranda.gcp.credentials").none(),
-          }),
-        })
-      end
-    end
+    simulator = sim.start({ slices = 2, type = "v5litepod-4", prefix = "job" })
   end)
 
   teardown(function()
@@ -186,100 +175,5 @@ describe("recipes on the simulated cloud", function()
     assert.matches("not ours +nobody +forget", result.out)
     assert.equal("ACTIVE", state_of("q3"))
     assert.equal(0, ciranda("qr", "delete", "q3").code)
-  end)
-
-  it("gives a job to slices that run it by themselves, and follows it to its end", function()
-    fs.write(root .. "/code/data.txt", "data\n")
-    local result = ciranda(
-      "multihost_job",
-      "--TPU_TYPE=v5litepod-4",
-      "--BUCKET_NAME=gs://bucket/",
-      "--BUCKET_DIR=gs://bucket/dir/",
-      "--RUN_NAME=Follow_Me",
-      "--follow=true",
-      "--COMMAND=cat data.txt; echo $SLICE_ID $WORKER_ID $NODE_ID $ZONE $PROJECT ${VIRTUAL_ENV:+venv};"
-        .. "exit $((SLICE_ID * 5))"
-    )
-    assert.equal(5, result.code, result.err)
-    assert.matches(
-      "RUN_NAME Follow_Me is no name for a queued resource: it is follow-me",
-      result.err,
-      1,
-      true
-    )
-    assert.matches("Runtime version: v2-alpha-tpuv5-lite, the usual one", result.err, 1, true)
-    assert.matches("data\n0 0 follow-me-0 us-west4-a simulated-project venv\n", result.out, 1, true)
-    assert.matches("failed on slice 1 worker 0 with error code 5, see logs", result.err, 1, true)
-    assert.is_nil(state_of("follow-me"))
-    local log = storage:download("bucket", "dir/follow-me/main_command_log_slice_1_worker_0")
-    assert.matches("multihost_job attempt 1 on slice 1 worker 0", log, 1, true)
-    assert.matches(
-      "multihost_job finished main command on slice 1 worker 0 at [%d%-]+ [%d:]+ UTC with exit status 5%.\n$",
-      log
-    )
-    assert.is_not_nil(storage:stat("bucket", "dir/follow-me/script_dir_zip_follow-me.tar.gz"))
-    local manifest = json.decode(storage:download("bucket", "dir/follow-me/manifest.json"))
-    local by_path = {}
-    for _, entry in ipairs(manifest) do
-      by_path[entry.path] = entry
-    end
-    assert.equal(5, by_path["data.txt"].size)
-    assert.equal(64, #by_path["data.txt"].sha256)
-  end)
-
-  it(
-    "returns when the request is accepted; the first worker deletes the queued resource at the end",
-    function()
-      local result = ciranda(
-        "multihost_job",
-        "--TPU_TYPE=v5litepod-4",
-        "--BUCKET_NAME=bucket",
-        "--RUN_NAME=alone",
-        "--COMMAND=echo done"
-      )
-      assert.equal(0, result.code, result.err)
-      assert.matches("Queued resource alone was accepted: 2 slices of v5litepod-4", result.err, 1, true)
-      local deadline = uv.hrtime() + 90e9
-      while state_of("alone") and uv.hrtime() < deadline do
-        task.sleep(0.5)
-      end
-      assert.is_nil(state_of("alone"))
-      for slice = 0, 1 do
-        local name = ("alone/status_slice_%d_worker_0"):format(slice)
-        assert.equal(0, json.decode(storage:download("bucket", name)).status)
-      end
-      local journal = root .. "/state/ciranda/runs/alone/journal.jsonl"
-      local function asked_for(seconds) -- as if it had been so long ago
-        local now = uv.gettimeofday()
-        fs.write(journal, (fs.read(journal):gsub('"us":%d+', ('"us":%d'):format((now - seconds) * 1000000))))
-      end
-      asked_for(0)
-      assert.matches("not yet +a job +keep", ciranda("gc").out)
-      -- A minute later nothing of that name can come any more.
-      asked_for(120)
-      assert.matches("gone +a job +forget", ciranda("gc").out)
-      assert.equal(0, ciranda("gc", "--DELETE=true").code)
-      assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)
-    end
-  )
-
-  it("refuses a job that cannot work before anything exists", function()
-    local base = { "multihost_job", "--BUCKET_NAME=bucket", "--RUN_NAME=bad", "--COMMAND=true" }
-    for name, case in pairs({
-      ["unknown flag"] = { "--CQR_EXTRA_ARGS=--spott", "has no such flag" },
-      ["startup script"] = { "--CQR_EXTRA_ARGS=--metadata=startup-script=x", "has a startup-script" },
-      ["own flags"] = { "--CQR_EXTRA_ARGS=--node-count=4", "says what this recipe says itself" },
-      ["unclosed quote"] = { "--CQR_EXTRA_ARGS=--labels='a=b", "is not closed" },
-      ["type"] = { "--TPU_TYPE=v5litepod-5", "v5litepod-5" },
-      ["slices"] = { "--NUM_SLICES=0", "slices" },
-    }) do
-      local words = table.move(base, 1, #base, 1, {})
-      words[#words + 1] = case[1]
-      local result = ciranda(table.unpack(words))
-      assert.equal(2, result.code, name .. ": " .. result.err)
-      assert.matches(case[2], result.err, 1, true)
-    end
-    assert.is_nil(state_of("bad"))
-    assert.same({}, (storage:list("bucket", { prefix = "bad/" })))
   end)
 end)

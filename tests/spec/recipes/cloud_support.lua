@@ -55,7 +55,8 @@ function Cloud:start_program(...)
   local argv = self:command({ ... })
   -- Programs run side by side: each has files of its own.
   self.started = (self.started or 0) + 1
-  local out, errors = ("%s/out.%d"):format(self.root, self.started), ("%s/err.%d"):format(self.root, self.started)
+  local out, errors =
+    ("%s/out.%d"):format(self.root, self.started), ("%s/err.%d"):format(self.root, self.started)
   argv.stdout = assert(uv.fs_open(out, "w", 384))
   argv.stderr = assert(uv.fs_open(errors, "w", 384))
   local program = process.spawn(argv)

@@ -1,4 +1,3 @@
-local err = require("ciranda.io.error")
 local job = require("ciranda.run.job")
 local job_script = require("ciranda.run.job_script")
 local process = require("ciranda.io.process")
@@ -36,42 +35,35 @@ describe("run.job", function()
     assert.is_nil(job.usual_runtime("v99-8"))
   end)
 
-  local function values(more)
-    local all = {
+  local function values()
+    return {
       RUN = "r",
-      COMMAND = "true",
       BUCKET = "b",
       PREFIX = "p/r",
       STORAGE = "http://127.0.0.1:1/",
       TPU = "http://127.0.0.1:1/",
       VERSION = "v2",
-      BUNDLE = "x.tar.gz",
-      BUNDLE_SHA256 = "0",
-      GUARD = "g",
-      GUARD_SHA256 = "0",
-      PROJECT = "p",
+      PROJECT = 'it\'s "$X" `date` \\ # !',
       ZONE = "z",
-      QUEUED_RESOURCE = "",
+      QUEUED_RESOURCE = "r",
       NUM_SLICES = 1,
       NUM_WORKERS = 1,
       UPLOAD_EVERY = 30,
+      PEERS_EVERY = 10,
+      SETTLE = 5,
+      GRACE = 300,
     }
-    for name, value in pairs(more or {}) do
-      all[name] = value
-    end
-    return all
   end
 
-  it("writes a script that every POSIX shell here can read, whatever COMMAND is", function()
-    local command = "echo 'it''s' \"$X\" `date` \\ # ! \n second line; exit 3"
-    local text = job_script.text(values({ COMMAND = command }))
+  it("writes a script that every POSIX shell here can read, whatever its values are", function()
+    local text = job_script.text(values())
     for _, shell in ipairs({ "dash", "bash" }) do
       local checked = process.run({ shell, "-n", stdin = text })
       assert.equal(0, checked.code, checked.stderr)
       -- The assignments give back what was put in.
       local assignments = text:match("^(.-)\nset %-u\n")
-      local said = process.run({ shell, stdin = assignments .. "\nprintf '%s' \"$COMMAND\"\n" })
-      assert.equal(command, said.stdout)
+      local said = process.run({ shell, stdin = assignments .. "\nprintf '%s' \"$PROJECT\"\n" })
+      assert.equal(values().PROJECT, said.stdout)
     end
   end)
 
@@ -83,107 +75,63 @@ describe("run.job", function()
     end)
   end)
 
-  it("reads statuses and logs from the bucket, in order, each status once", function()
-    local downloads = 0
-    local storage = {
-      list = function()
-        return {
-          { name = "p/r/main_command_log_slice_0_worker_0", size = "12" },
-          { name = "p/r/status_slice_10_worker_0", size = "9" },
-          { name = "p/r/status_slice_2_worker_1", size = "9" },
-          { name = "p/r/manifest.json", size = "2" },
-        }
+  --- A bucket in memory.
+  local function bucket()
+    local objects, version = {}, 0
+    return {
+      objects = objects,
+      stat = function(_, _, name)
+        return objects[name]
       end,
       download = function(_, _, name)
-        downloads = downloads + 1
-        return name:find("_10_") and '{"status":7}' or '{"status":0}'
+        return objects[name].data
+      end,
+      upload = function(_, _, name, source, options)
+        local wanted = options and options.if_generation_match
+        if wanted and wanted ~= (objects[name] and objects[name].generation or "0") then
+          error("precondition", 0)
+        end
+        version = version + 1
+        objects[name] = {
+          data = type(source) == "table" and source.path or source,
+          generation = tostring(version),
+        }
       end,
     }
-    local known = {}
-    local view
-    for _ = 1, 2 do
-      view = job.look(storage, { bucket = "b", prefix = "p/r" }, known)
-    end
-    assert.equal(2, downloads)
-    assert.same({ 2, 0, 10, 7 }, {
-      view.statuses[1].slice,
-      view.statuses[1].status,
-      view.statuses[2].slice,
-      view.statuses[2].status,
-    })
-    assert.equal(12, view.logs[1].size)
-  end)
-
-  -- A job of two workers of which nothing is in the bucket but what `objects` says.
-  local function follow(state, code, objects, more)
-    local options = {
-      storage = {
-        list = function()
-          return objects
-        end,
-        download = function()
-          return '{"status":0}'
-        end,
-        delete = function(_, _, name)
-          table.remove(objects, 1)
-          objects.deleted = name
-        end,
-      },
-      place = { bucket = "b", prefix = "p", workers = 2 },
-      progress = { say = function() end, status = function() end },
-      queued_resource = setmetatable({
-        id = "q",
-        state = function()
-          return state
-        end,
-        wait = function()
-          err.raise({ code = code, message = "the reason of " .. code })
-        end,
-      }, {
-        __tostring = function()
-          return "queued resource q"
-        end,
-      }),
-      every = 0,
-    }
-    for name, value in pairs(more or {}) do
-      options[name] = value
-    end
-    return pcall(job.follow, options)
   end
 
-  it("ends with the reason when the queued resource ends before the job", function()
-    for state, code in pairs({ SUSPENDED = "preempted", FAILED = "quota", DELETING = "failed" }) do
-      local ok, e = follow(state, code, {})
-      assert.is_false(ok)
-      assert.equal(code, e.code)
-      assert.matches("the reason of " .. code, e.message, 1, true)
-      assert.matches("only 0 of 2 workers have finished", e.message, 1, true)
+  it("publishes what is to be run as a generation, the object that names it last and guarded", function()
+    local storage = bucket()
+    local content = {
+      command = "echo 1",
+      bundle = { name = "x.tar.gz", path = "/tmp/x", sha256 = "b1" },
+      manifest = {},
+      guard = { bytes = "guard", sha256 = "g1" },
+    }
+    local place = { bucket = "b", prefix = "p/r" }
+    assert.equal(0, (job.generation(storage, place)))
+    job.publish(storage, place, content)
+    content.command = "echo 2"
+    job.publish(storage, place, content)
+    assert.equal(2, place.generation)
+    assert.equal(2, (job.generation(storage, place)))
+    -- printf 'echo 2\n' | sha256sum
+    local sha256 = "03623d0eb5add7bae44b980a4b4867e6908b38385d9bb9057ae3e3d779d303f9"
+    assert.equal(
+      "GENERATION=2\nBUNDLE=x.tar.gz\nBUNDLE_SHA256=b1\nCOMMAND_SHA256="
+        .. sha256
+        .. "\nGUARD=ciranda-guard-g1\nGUARD_SHA256=g1\n",
+      storage.objects["p/r/generation"].data
+    )
+    assert.equal("echo 2\n", storage.objects["p/r/command-" .. sha256].data)
+    -- Somebody else's generation in between is not overwritten.
+    local upload = storage.upload
+    function storage.upload(self, name, object, source, options)
+      if object:find("generation") then
+        upload(self, name, object, "GENERATION=3\n")
+      end
+      return upload(self, name, object, source, options)
     end
-  end)
-
-  it("asks again where that may help, and forgets what the failed slices have finished", function()
-    local objects, asked = { { name = "p/status_slice_0_worker_0", size = "1" } }, {}
-    local ok, e = follow("FAILED", "stockout", objects, {
-      again = function(reason)
-        asked[#asked + 1] = reason.code
-        if #asked == 1 then
-          return {
-            id = "q",
-            state = function()
-              return "FAILED"
-            end,
-            wait = function()
-              err.raise({ code = "quota", message = "no more" })
-            end,
-          }
-        end
-      end,
-    })
-    assert.is_false(ok)
-    assert.equal("quota", e.code)
-    assert.same({ "stockout", "quota" }, asked)
-    assert.equal("p/status_slice_0_worker_0", objects.deleted)
-    assert.matches("only 0 of 2", e.message, 1, true)
+    assert.is_false((pcall(job.publish, storage, place, content)))
   end)
 end)

@@ -1,0 +1,408 @@
+--- The body of a job's start-up script: the same for every job. job_script.lua puts the job's values before it.
+--
+-- What holds at three in the morning, and why it is so:
+-- * It is run at every boot, on machines that are rebooted, reset, or new. What is to be run is read from the bucket
+--   each time (the generation), and so is whether this worker has finished it: a new machine's disk knows nothing.
+-- * An exit status is not the end of a job when the platform ended it: a save on a maintenance notice exits with 0. So
+--   notices are watched, told to the other workers through the bucket, and the job goes on when they are over.
+-- * One worker's failure ends the others, with time to save; the first one's is kept as the cause.
+return [=[
+set -u
+umask 022
+base=/
+[ -w / ] || base=$PWD/
+directory=$base$RUN
+state=${HOME:-/root}/.ciranda/$RUN
+mkdir -p "$directory" "$state" || exit 1
+boot_log=$state/boot-log
+log=$boot_log
+objects=${STORAGE}storage/v1/b/$BUCKET/o
+server=http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance
+
+now() {
+  date -u +%Y-%m-%dT%H:%M:%SZ
+}
+
+say() {
+  printf '%s %s\n' "$(now)" "$*" | tee -a "$log"
+}
+
+metadata() {
+  curl -sSf --retry 3 --max-time 30 -H 'Metadata-Flavor: Google' "$server/$1"
+}
+
+# Runs its arguments until they succeed: for at most $1 seconds, with growing pauses.
+persist() {
+  limit=$(($(date +%s) + $1)) pause=1
+  shift
+  until "$@"; do
+    if [ "$(date +%s)" -ge "$limit" ]; then
+      return 1
+    fi
+    sleep "$pause"
+    pause=$((pause < 30 ? pause * 2 : 30))
+  done
+}
+
+# curl with our token, which is given on standard input and so not in the list of processes.
+google() {
+  token=$(metadata service-accounts/default/token 2>/dev/null |
+    sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
+  if [ -n "$token" ]; then
+    printf 'header = "Authorization: Bearer %s"\n' "$token" | curl -sSf --max-time 3600 -K - "$@"
+  else
+    curl -sSf --max-time 3600 "$@"
+  fi
+}
+
+escaped() {
+  printf '%s' "$1" | sed 's,/,%2F,g'
+}
+
+object() {
+  printf '%s/%s' "$objects" "$(escaped "$PREFIX/$1")"
+}
+
+# An object's bytes on standard output; nothing is said of one that is not there.
+read_object() {
+  google "$(object "$1")?alt=media" 2>/dev/null
+}
+
+fetch() {
+  [ -e "$2" ] && [ "$(sha256sum < "$2" | cut -c1-64)" = "$3" ] && return 0
+  google -o "$2.part" "$(object "$1")?alt=media" &&
+    [ "$(sha256sum < "$2.part" | cut -c1-64)" = "$3" ] && mv -f "$2.part" "$2"
+}
+
+# store FILE NAME [CONDITION]
+store() {
+  google -o /dev/null -X POST -H 'Content-Type: text/plain' -T "$1" \
+    "${STORAGE}upload/storage/v1/b/$BUCKET/o?uploadType=media&name=$(escaped "$PREFIX/$2")${3:-}"
+}
+
+# The names and generations of the objects that begin so; it fails when they cannot be listed.
+list_objects() {
+  page=
+  query="prefix=$(escaped "$PREFIX/$1")&fields=items(name,generation),nextPageToken"
+  : > "$state/list"
+  while :; do
+    google "$objects?$query${page:+&pageToken=$page}" > "$state/page" || return 1
+    tr ',{}' '\n\n\n' < "$state/page" | grep -E '"(name|generation)"' >> "$state/list"
+    page=$(sed -n 's/.*"nextPageToken" *: *"\([^"]*\)".*/\1/p' "$state/page")
+    [ -n "$page" ] || return 0
+  done
+}
+
+# The log goes to the bucket whenever it has grown.
+upload_log() {
+  size=$(wc -c < "$log")
+  if [ "$size" != "${uploaded:-}" ] && store "$log" "$log_object"; then
+    uploaded=$size
+  fi
+}
+
+# Where this worker is: in the guest attributes, which need no bucket, and in the bucket once its number is known.
+stage() {
+  curl -sSf --max-time 10 -o /dev/null -X PUT -H 'Metadata-Flavor: Google' --data-binary "$RUN $1" \
+    "$server/guest-attributes/ciranda/stage" 2>/dev/null
+  [ -n "${place:-}" ] || return 0
+  printf '{"stage":"%s","generation":%s,"attempt":%s,"time":"%s"}\n' "$1" "${GENERATION:-0}" \
+    "${attempt_number:-0}" "$(now)" > "$state/stage"
+  store "$state/stage" "$stage_object"
+}
+
+# The last word of a worker that cannot go on, and cannot say who it is either.
+give_up() {
+  say "$1"
+  stage failed
+  store "$log" "startup_log_$(hostname)"
+  exit 1
+}
+
+env_value() {
+  sed -n "s/^$1: '\(.*\)'\$/\1/p" "$state/tpu-env"
+}
+
+read_identity() {
+  metadata attributes/tpu-env > "$state/tpu-env.part" && mv -f "$state/tpu-env.part" "$state/tpu-env"
+}
+
+stage identity
+persist 1800 read_identity ||
+  give_up "the metadata server does not say which worker this is; nothing was run"
+SLICE_ID=$(env_value MEGASCALE_SLICE_ID)
+SLICE_ID=${SLICE_ID:-0}
+WORKER_ID=$(env_value WORKER_ID)
+NODE_ID=$(env_value NODE_ID)
+place="slice $SLICE_ID worker $WORKER_ID"
+suffix=slice_${SLICE_ID}_worker_$WORKER_ID
+log_object=main_command_log_$suffix
+status_object=status_$suffix
+stage_object=stage_$suffix
+interruption_object=interruption_$suffix
+
+# A new machine goes on with the log and the count of attempts that the one before it has left in the bucket.
+if [ ! -e "$state/log" ]; then
+  read_object "$stage_object" > "$state/stage-before"
+  read_object "$log_object" > "$state/log.part"
+  mv -f "$state/log.part" "$state/log"
+fi
+log=$state/log
+cat "$boot_log" >> "$log" 2>/dev/null
+rm -f "$boot_log"
+
+# What is to be run now: NAME=VALUE lines, of which only harmless characters are taken.
+read_generation() {
+  read_object generation > "$state/generation.part" || return 1
+  for name in GENERATION BUNDLE BUNDLE_SHA256 COMMAND_SHA256 GUARD GUARD_SHA256; do
+    value=$(sed -n "s/^$name=\([A-Za-z0-9._-]*\)\$/\1/p" "$state/generation.part")
+    [ -n "$value" ] || return 1
+    eval "$name=\$value"
+  done
+}
+
+fetch_job() {
+  read_generation && fetch "command-$COMMAND_SHA256" "$state/command" "$COMMAND_SHA256" &&
+    fetch "$GUARD" "$state/$GUARD" "$GUARD_SHA256" && {
+    [ -e "$state/bundle-$BUNDLE_SHA256" ] || fetch "$BUNDLE" "$state/bundle.tar.gz" "$BUNDLE_SHA256"
+  }
+}
+
+finished_here() {
+  [ -e "$state/finished-$GENERATION" ] || read_object "$status_object" | grep -q "\"generation\":$GENERATION,"
+}
+
+finish() {
+  printf '{"generation":%s,"status":%s,"attempt":%s,"time":"%s"}\n' "$GENERATION" "$1" "${attempt_number:-0}" \
+    "$(now)" > "$state/status"
+  printf 'multihost_job finished main command on %s at %s UTC with exit status %s.\n' "$place" \
+    "$(date -u '+%Y-%m-%d %H:%M:%S')" "$1" | tee -a "$log"
+  : > "$state/finished-$GENERATION"
+  if [ "$1" != 0 ]; then
+    # Only the first one's is taken.
+    printf '{"slice":%s,"worker":%s,"status":%s,"time":"%s"}\n' "$SLICE_ID" "$WORKER_ID" "$1" "$(now)" \
+      > "$state/failed"
+    store "$state/failed" "failed-$GENERATION" '&ifGenerationMatch=0' 2>/dev/null
+  fi
+  persist 3600 upload_log
+  persist 3600 store "$state/status" "$status_object"
+  printf '%s' "$1" > "$state/done"
+  store "$state/done" "finished-${GENERATION}_$suffix"
+  stage finished
+}
+
+all_finished() {
+  list_objects "finished-${GENERATION}_" && [ "$(grep -c '"name"' "$state/list")" -ge "$NUM_WORKERS" ]
+}
+
+delete_queued_resource() {
+  google -o /dev/null -X DELETE \
+    "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/queuedResources/$QUEUED_RESOURCE?force=true"
+}
+
+# When everybody has finished the queued resource goes: by the first worker of slice 0, and by those of the other slices
+# when it is still there after a while. `ciranda gc` does when none of them can.
+see_off() {
+  [ "$WORKER_ID" = 0 ] || exit 0
+  persist 604800 all_finished
+  [ "$SLICE_ID" = 0 ] || sleep 120
+  if ! read_object generation | grep -qx "GENERATION=$GENERATION"; then
+    say "another generation of this job is there: the queued resource stays, and a reset takes it up"
+    upload_log
+    exit 0
+  fi
+  persist 3600 delete_queued_resource || {
+    say "the queued resource $QUEUED_RESOURCE was not deleted"
+    upload_log
+  }
+  exit 0
+}
+
+stage fetch
+persist 3600 fetch_job || {
+  say "gs://$BUCKET/$PREFIX/ has no job that can be fetched; may the service account read it?"
+  GENERATION=${GENERATION:-0}
+  upload_log
+  stage failed
+  exit 1
+}
+if finished_here; then
+  say "$place has finished generation $GENERATION; it is not run again"
+  upload_log
+  see_off
+fi
+if [ ! -e "$state/bundle-$BUNDLE_SHA256" ]; then
+  if ! tar -xzpf "$state/bundle.tar.gz" --no-same-owner -C "$directory"; then
+    say "the bundle cannot be unpacked in $directory"
+    finish 1
+    see_off
+  fi
+  rm -f "$state/bundle.tar.gz"
+  : > "$state/bundle-$BUNDLE_SHA256"
+  say "unpacked $BUNDLE in $directory"
+fi
+attempts=$state/attempts-$GENERATION
+guard=$state/$GUARD
+chmod 755 "$guard"
+
+limit=$(ulimit -Hn)
+ulimit -n 100000 2>/dev/null || ulimit -n "$limit" 2>/dev/null
+stage environment
+venv=$state/venv
+if [ ! -e "$venv/bin/activate" ] && ! python3 -m venv "$venv" >> "$log" 2>&1; then
+  rm -rf "$venv"
+  say "no virtual environment could be made (python3 -m venv); going on without one"
+fi
+
+# Stays with one value of the metadata server until it becomes a notice, and shows it to the other workers. What it is
+# at first is no news: an event may still be shown after the reboot that it was about.
+watch_notice() {
+  seen=$(metadata "$1" 2>/dev/null)
+  while :; do
+    value=$(curl -sf --max-time 40 -H 'Metadata-Flavor: Google' "$server/$1?wait_for_change=true&timeout_sec=20") || {
+      sleep 5
+      continue
+    }
+    if [ "$value" != "$seen" ] && [ "$value" != "$2" ]; then
+      printf '{"notice":"%s","value":"%s","time":"%s"}\n' "$1" "$value" "$(now)" > "$state/notice"
+      persist 60 store "$state/notice" "$interruption_object"
+      return
+    fi
+    seen=$value
+  done
+}
+
+# Are the nodes all there? Asked after a failure: when a slice is broken its peers fail too, and it is nobody's fault.
+# It succeeds when it is known that they are not.
+nodes_broken() {
+  google "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/nodes?pageSize=1000&fields=nodes(name,state,health)" \
+    > "$state/nodes" 2>/dev/null || return 1
+  nodes=$NODE_ID
+  [ "$NUM_SLICES" = 1 ] || nodes="${NODE_ID%-"$SLICE_ID"}-[0-9]*"
+  ready=$(tr -d ' \n' < "$state/nodes" | tr '}' '\n' | grep "/nodes/$nodes\"" | grep '"state":"READY"' |
+    grep -vc '"health":"UNHEALTHY')
+  [ "$ready" -lt "$NUM_SLICES" ]
+}
+
+# Was it the platform that ended COMMAND, here or at another worker? The others' notices have a moment to arrive.
+interrupted() {
+  if [ -s "$state/notice" ]; then
+    persist 60 store "$state/notice" "$interruption_object"
+    return 0
+  fi
+  sleep "$SETTLE"
+  if list_objects interruption_ && [ -s "$state/list" ] && [ "$(cksum < "$state/list")" != "$interruptions" ]; then
+    return 0
+  fi
+  [ "$1" != 0 ] || return 1
+  for _ in 1 2 3; do
+    nodes_broken && return 0
+    sleep "$SETTLE"
+  done
+  return 1
+}
+
+notices_over() {
+  case $(metadata maintenance-event 2>/dev/null) in
+  NONE) google -o /dev/null -X DELETE "$(object "$interruption_object")" 2>/dev/null ;;
+  esac
+  list_objects interruption_ && [ ! -s "$state/list" ] && ! nodes_broken
+}
+
+somebody_failed() {
+  list_objects "failed-$GENERATION" && [ -s "$state/list" ]
+}
+
+# A boot cuts off what copies the attempt's log into ours: what came last is brought over from the attempt itself.
+mend_log() {
+  if [ -e "$1/base" ] && [ -e "$1/log" ] && [ ! -e "$1/followed" ]; then
+    { head -c "$(cat "$1/base")" "$log" && cat "$1/log"; } > "$log.part" && mv -f "$log.part" "$log"
+    : > "$1/followed"
+  fi
+}
+
+run_attempt() {
+  if [ ! -e "$attempts" ]; then
+    sed -n "s/.*\"generation\":$GENERATION,\"attempt\":\([0-9]*\),.*/\1/p" "$state/stage-before" > "$attempts"
+  fi
+  mend_log "$state/attempt-$GENERATION-$(cat "$attempts")"
+  attempt_number=$(($(cat "$attempts") + 1))
+  echo "$attempt_number" > "$attempts"
+  say "multihost_job attempt $attempt_number on $place, node $NODE_ID, generation $GENERATION," \
+    "boot $(cat /proc/sys/kernel/random/boot_id), ulimit -n $(ulimit -n)"
+  rm -f "$state/notice"
+  interruptions=
+  list_objects interruption_ && interruptions=$(cksum < "$state/list")
+  attempt=$state/attempt-$GENERATION-$attempt_number
+  mkdir -p "$attempt"
+  cp "$state/command" "$attempt/command"
+  printf '%s\n' "$directory" > "$attempt/cwd"
+  [ -x /bin/bash ] && echo /bin/bash > "$attempt/shell"
+  {
+    printf 'SLICE_ID=%s\0WORKER_ID=%s\0NODE_ID=%s\0ZONE=%s\0PROJECT=%s\0' \
+      "$SLICE_ID" "$WORKER_ID" "$NODE_ID" "$ZONE" "$PROJECT"
+    printf 'CIRANDA_RUN=%s\0CIRANDA_ATTEMPT=%s\0CIRANDA_SLICE_ID=%s\0CIRANDA_WORKER_ID=%s\0' \
+      "$RUN" "$attempt_number" "$SLICE_ID" "$WORKER_ID"
+    printf 'CIRANDA_NUM_SLICES=%s\0CIRANDA_NUM_WORKERS=%s\0CIRANDA_PROCESS_ID=%s\0' \
+      "$NUM_SLICES" "$NUM_WORKERS" "$((SLICE_ID * NUM_WORKERS / NUM_SLICES + WORKER_ID))"
+    if [ -d "$venv" ]; then
+      printf 'VIRTUAL_ENV=%s\0PATH=%s/bin:%s\0' "$venv" "$venv" "$PATH"
+    fi
+  } > "$attempt/environment"
+  wc -c < "$log" > "$attempt/base"
+  # shellcheck disable=SC2086  # CIRANDA_GUARD_OPTIONS is several words
+  if ! "$guard" run "$attempt" ${CIRANDA_GUARD_OPTIONS:-} >> "$state/guard.log" 2>&1; then
+    say "the guard did not start the command: $(tail -n 1 "$state/guard.log")"
+    status=1
+    return
+  fi
+  stage running
+  upload_log
+  trap 'upload_log; exit 143' TERM
+  watch_notice preempted FALSE &
+  watchers=$!
+  watch_notice maintenance-event NONE &
+  watchers="$watchers $!"
+  "$guard" follow "$attempt" --from 0 >> "$log" 2>> "$state/guard.log" &
+  follower=$!
+  stopping= tick=0 next_upload=$UPLOAD_EVERY
+  while kill -0 "$follower" 2>/dev/null; do
+    sleep 1
+    tick=$((tick + 1))
+    if [ "$tick" -ge "$next_upload" ]; then
+      upload_log
+      # The whole log goes up each time: the longer it is the less often.
+      next_upload=$((tick + UPLOAD_EVERY + size / 1048576))
+    fi
+    if [ $((tick % PEERS_EVERY)) = 0 ] && [ -z "$stopping" ] && somebody_failed; then
+      say "another worker has failed: stopping, with $GRACE s to save"
+      stopping=yes
+      "$guard" stop "$attempt" --grace "$GRACE" --reason 'another worker has failed' >> "$state/guard.log" 2>&1 &
+    fi
+  done
+  : > "$attempt/followed"
+  # shellcheck disable=SC2086  # several pids
+  kill $watchers 2>/dev/null
+  trap - TERM
+  status=$(sed -n 's/^{"version":[0-9]*,"status":\([0-9]*\),.*/\1/p' "$attempt/exit" 2>/dev/null)
+  status=${status:-1}
+}
+
+# Whoever is back first after a reboot waits for the others' notices to be over.
+if list_objects interruption_ && [ -s "$state/list" ]; then
+  persist 600 notices_over
+fi
+while :; do
+  run_attempt
+  if [ -n "${stopping:-}" ] || ! interrupted "$status"; then
+    break
+  fi
+  say "attempt $attempt_number ended with exit status $status upon the platform's doing: it goes on when that is over"
+  stage interrupted
+  upload_log
+  # A reboot, or the loss of the machine, is what usually ends this wait.
+  persist 7200 notices_over || say "nothing has come of the platform's notice in two hours: going on"
+done
+finish "$status"
+see_off
+]=]

@@ -1,0 +1,186 @@
+-- Jobs that run by themselves through what a platform does to machines: maintenance, a loss, a reset. The start-up
+-- script really runs, at every boot.
+local fs = require("ciranda.io.fs")
+local http = require("ciranda.io.http")
+local json = require("ciranda.io.json")
+local storage_of = require("ciranda.gcp.storage")
+local support = dofile("tests/spec/recipes/cloud_support.lua")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+describe("multihost_job on the simulated cloud", function()
+  local cloud, storage
+
+  setup(function()
+    cloud = support.start({ slices = 0, buckets = { "bucket" } })
+    storage = storage_of.connect({
+      endpoint = cloud.simulator.env.STORAGE_EMULATOR_HOST,
+      client = require("ciranda.gcp.client").new({
+        credentials = require("ciranda.gcp.credentials").none(),
+      }),
+    })
+    fs.write(cloud.root .. "/code/data.txt", "data\n")
+    fs.write(cloud.root .. "/code/train.py", fs.read("tests/fixtures/trainer/train.py"))
+  end)
+
+  teardown(function()
+    cloud:stop()
+  end)
+
+  --- Gives a job of two slices, one worker each.
+  local function job(name, command, ...)
+    return cloud:run(
+      "multihost_job",
+      "--TPU_TYPE=v5litepod-4",
+      "--BUCKET_NAME=bucket",
+      "--RUN_NAME=" .. name,
+      "--COMMAND=" .. command,
+      ...
+    )
+  end
+
+  local function state_of(id)
+    local result = cloud:run("qr", "describe", id, "--format=value(state.state)")
+    return result.code == 0 and (result.out:gsub("\n", "")) or nil
+  end
+
+  --- Waits until something holds, 100 s at most.
+  local function wait(what, holds)
+    local deadline = uv.hrtime() + 100e9
+    while uv.hrtime() < deadline do
+      local value = holds()
+      if value then
+        return value
+      end
+      task.sleep(0.3)
+    end
+    error("never: " .. what, 2)
+  end
+
+  local function read(name)
+    local ok, text = pcall(storage.download, storage, "bucket", name)
+    return ok and text or ""
+  end
+
+  local function log(run, slice)
+    return read(("%s/main_command_log_slice_%d_worker_0"):format(run, slice))
+  end
+
+  local function gone(run)
+    wait(run .. " is gone", function()
+      return not state_of(run)
+    end)
+  end
+
+  --- Does something to a node, as the platform would.
+  local function platform(node, action)
+    local answer = http.request({
+      method = "POST",
+      url = ("%s/sim/v1/nodes/%s:%s"):format(cloud.simulator.url, node, action),
+      body = "{}",
+    })
+    assert.equal(200, answer.status, answer.body)
+  end
+
+  --- How many checkpoints of a trainer are finished.
+  local function steps(directory)
+    local found = {}
+    for _, entry in ipairs(fs.exists(directory) and fs.list(directory) or {}) do
+      found[#found + 1] = math.tointeger(tonumber(entry.name))
+    end
+    table.sort(found)
+    return found
+  end
+
+  it("goes on after maintenance and after the loss of a machine, with nobody watching", function()
+    local checkpoints = cloud.simulator.env.CIRANDA_SIM_SHARED .. "/long"
+    fs.mkdir(checkpoints)
+    fs.chmod(checkpoints, 511)
+    local result = job(
+      "long",
+      ("umask 0; exec 9<${CIRANDA_SIM_DEVICES:-/dev/vfio/}0; until [ -e %s/go ]; do sleep 0.1; done; "):format(
+        checkpoints
+      )
+        .. ("exec python3 train.py --checkpoint_dir=%s --steps=120 --step-time=0.1 --save-every=10"):format(
+          checkpoints
+        ),
+      "--ENABLE_AUTOCHECKPOINT=true"
+    )
+    assert.equal(0, result.code, result.err)
+    assert.matches("Queued resource long was accepted: 2 slices of v5litepod-4", result.err, 1, true)
+    -- The name is taken, and what its machines read is not changed by accident.
+    local second = job("long", "true")
+    assert.equal(1, second.code)
+    assert.matches("queued resource long exists already and is", second.err, 1, true)
+    assert.equal(1, tonumber(read("long/generation"):match("GENERATION=(%d+)")))
+    fs.write(checkpoints .. "/go", "")
+
+    wait("the first periodic checkpoint", function()
+      return #steps(checkpoints) > 0
+    end)
+    platform("long-0", "maintain")
+    wait("a second attempt of both", function()
+      return log("long", 0):find("attempt 2 on slice 0", 1, true)
+        and log("long", 1):find("attempt 2 on", 1, true)
+    end)
+    local saved = steps(checkpoints)
+    local at = saved[#saved]
+    wait("the next checkpoint", function()
+      local now = steps(checkpoints)
+      return now[#now] > at
+    end)
+    local before = log("long", 0)
+    platform("long-1", "lose")
+    gone("long")
+    for slice = 0, 1 do
+      assert.equal(0, json.decode(read(("long/status_slice_%d_worker_0"):format(slice))).status)
+    end
+    local first, second_log = log("long", 0), log("long", 1)
+    assert.equal(before:sub(1, 200), first:sub(1, 200))
+    assert.matches("Reached preemption sync point, step=%d+", first)
+    assert.matches("attempt 3 on slice 0 worker 0", first, 1, true)
+    -- The new machine of slice 1 goes on with the old one's log, and its count.
+    assert.matches("attempt 1 on slice 1.*attempt 2 on slice 1.*attempt 3 on slice 1", second_log)
+    local resumed = {}
+    for step in first:gmatch("restored step (%d+)") do
+      resumed[#resumed + 1] = tonumber(step)
+    end
+    assert.equal(2, #resumed, first)
+    assert.is_true(resumed[2] >= resumed[1] and resumed[1] > 0)
+    assert.is_truthy(first:find("completed step: 119", 1, true))
+    assert.matches("gone +a job +forget", cloud:run("gc").out)
+    assert.equal(0, cloud:run("gc", "--DELETE=true").code)
+  end)
+
+  it(
+    "is not run again where it has finished, though the machine is a new one, until it is another job",
+    function()
+      local result = job("once", "echo here $SLICE_ID; [ $SLICE_ID = 0 ] || sleep 600")
+      assert.equal(0, result.code, result.err)
+      wait("slice 0 has finished", function()
+        return storage:stat("bucket", "once/finished-1_slice_0_worker_0")
+      end)
+      wait("slice 1 runs", function()
+        return log("once", 1):find("attempt 1 on slice 1", 1, true)
+      end)
+      platform("once-0", "lose")
+      wait("slice 0 is back", function()
+        return log("once", 0):find("slice 0 worker 0 has finished generation 1; it is not run again", 1, true)
+      end)
+      wait("slice 1 has started again", function()
+        return log("once", 1):find("attempt 2 on slice 1", 1, true)
+      end)
+      assert.equal("ACTIVE", state_of("once"))
+      local update = job("once", "echo second $SLICE_ID", "--UPDATE=true")
+      assert.equal(0, update.code, update.err)
+      assert.matches("Generation 2 is there", update.err, 1, true)
+      wait("a reset", function()
+        return cloud:run("qr", "reset", "once").code == 0
+      end)
+      gone("once")
+      assert.equal(1, select(2, log("once", 0):gsub("here 0", "")))
+      assert.matches("second 0\n", log("once", 0), 1, true)
+      assert.matches("second 1\n", log("once", 1), 1, true)
+    end
+  )
+end)
