@@ -114,7 +114,7 @@ local function make_request(flags, run)
 end
 
 --- Makes the bundle and puts everything that the machines fetch into the bucket.
-local function upload(context, storage, run, place)
+local function upload(context, storage, run, place, going_on)
   local flags = context.flags
   local temporary = fs.tempdir("ciranda-job")
   local _ <close> = setmetatable({}, {
@@ -133,7 +133,7 @@ local function upload(context, storage, run, place)
     bundle = { name = archive, path = manifest.archive, sha256 = manifest.archive_sha256 },
     manifest = entries,
     guard = attempt.guard(),
-  })
+  }, going_on)
   context.progress:say(
     "%s is in gs://%s/%s/",
     bundle.size_text(manifest.archive_size),
@@ -143,14 +143,17 @@ local function upload(context, storage, run, place)
 end
 
 --- Is there a queued resource of this name already? Then its machines read what is in the bucket.
+---@return boolean going_on a program that was killed has asked for it: this one takes it up
 local function check_name(flags, tpu, run)
   local state = tpu:queued_resource(run):state()
+  local earlier = state and journals.read(run)
+  local going_on = earlier and earlier.objects["queued_resource " .. run] and not earlier.ended or false
   if flags.UPDATE and not state then
     err.raise({
       code = "usage",
       message = ("--UPDATE: there is no queued resource %s in %s"):format(run, tpu.zone),
     })
-  elseif state and not flags.UPDATE then
+  elseif state and not flags.UPDATE and not going_on then
     err.raise({
       code = "exists",
       target = run,
@@ -160,6 +163,7 @@ local function check_name(flags, tpu, run)
       ):format(run, state, run),
     })
   end
+  return going_on
 end
 
 --- How much of the first worker's log is there from before.
@@ -192,9 +196,9 @@ function M.run(context)
   local shape = topology.of({ type = request.accelerator, topology = request.topology })
   local place = job.place({ bucket = flags.BUCKET_NAME, directory = flags.BUCKET_DIR, run = run })
   place.slices, place.workers = request.slices, shape.hosts * request.slices
-  check_name(flags, tpu, run)
+  local going_on = check_name(flags, tpu, run)
   local journal <close> = journals.open(run, { recipe = context.name, arguments = context.args })
-  upload(context, storage, run, place)
+  upload(context, storage, run, place, going_on)
   journal:append("job", {
     bucket = place.bucket,
     prefix = place.prefix,

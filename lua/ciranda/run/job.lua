@@ -95,13 +95,14 @@ end
 ---@param place ciranda.run.JobPlace
 ---@return integer number 0 when there is none
 ---@return string version of the object, for a precondition
+---@return string text of the object
 function M.generation(storage, place)
   local object = storage:stat(place.bucket, place.prefix .. "/generation")
   if not object then
-    return 0, "0"
+    return 0, "0", ""
   end
   local text = storage:download(place.bucket, place.prefix .. "/generation")
-  return math.tointeger(tonumber(text:match("GENERATION=(%d+)"))) or 0, object.generation
+  return math.tointeger(tonumber(text:match("GENERATION=(%d+)"))) or 0, object.generation, text
 end
 
 ---@class ciranda.run.JobContent what a generation is made of
@@ -115,9 +116,10 @@ end
 ---@param storage ciranda.gcp.Storage
 ---@param place ciranda.run.JobPlace its `generation` is set
 ---@param content ciranda.run.JobContent
+---@param going_on boolean? take up what a killed program has begun: the same content is no new generation
 -- Raises "precondition" when somebody else did so at the same time.
-function M.publish(storage, place, content)
-  local number, version = M.generation(storage, place)
+function M.publish(storage, place, content, going_on)
+  local number, version, text = M.generation(storage, place)
   local function put(name, source, options)
     storage:upload(place.bucket, place.prefix .. "/" .. name, source, options)
   end
@@ -137,16 +139,23 @@ function M.publish(storage, place, content)
       put("command-" .. command_sha256, content.command .. "\n")
     end,
   })
-  place.generation = number + 1
-  local lines = {
-    ("GENERATION=%d"):format(place.generation),
+  local named = table.concat({
     "BUNDLE=" .. content.bundle.name,
     "BUNDLE_SHA256=" .. content.bundle.sha256,
     "COMMAND_SHA256=" .. command_sha256,
     "GUARD=" .. guard,
     "GUARD_SHA256=" .. content.guard.sha256,
-  }
-  put("generation", table.concat(lines, "\n") .. "\n", { if_generation_match = version })
+  }, "\n")
+  place.generation = number + 1
+  if going_on and text == ("GENERATION=%d\n%s\n"):format(number, named) then
+    place.generation = number
+    return
+  end
+  put(
+    "generation",
+    ("GENERATION=%d\n%s\n"):format(place.generation, named),
+    { if_generation_match = version }
+  )
 end
 
 --- The start-up script.

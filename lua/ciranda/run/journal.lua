@@ -195,6 +195,7 @@ end
 ---@field project string?
 ---@field zone string?
 ---@field request_id string? that makes repeating the create harmless
+---@field asked string? digest of the request
 ---@field phase "intent"|"created"|"failed"|"deleting"|"gone"
 ---@field keep string? why it outlives its runner ("job": the job on it goes on)
 ---@field us integer? when its last fact was written

@@ -20,6 +20,24 @@ local NOT_MADE =
 ---@field run string
 ---@field used "runner"|"job"|"nobody" runner: the run's program is alive; job: what was started on it goes on without
 
+--- A request in one line, its fields in order: two that are equal ask for the same.
+local function canonical(value)
+  if type(value) ~= "table" then
+    return ("%q"):format(value)
+  end
+  local names, parts = {}, {}
+  for name in pairs(value) do
+    names[#names + 1] = name
+  end
+  table.sort(names, function(a, b)
+    return tostring(a) < tostring(b)
+  end)
+  for i, name in ipairs(names) do
+    parts[i] = ("%s=%s"):format(name, canonical(value[name]))
+  end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
 --- What an earlier program of this run may have made under a name: its request's id and whether it may be there still.
 -- Asking again with that id makes nothing twice, and a label that has it is known for ours; with a new id, what is
 -- there would be somebody else's, and forgotten.
@@ -28,9 +46,11 @@ local NOT_MADE =
 ---@param tpu ciranda.gcp.Tpu
 ---@param kind string
 ---@param name string
+---@param asked string digest of the request
 ---@return string? request_id nil when there is nothing to be taken up
--- Raises "precondition" when it is in another project or zone or being deleted, and what a call raises.
-local function earlier_request(journal, tpu, kind, name)
+-- Raises "precondition" when it is in another project or zone, being deleted, or another thing than is asked for now,
+-- and what a call raises.
+local function earlier_request(journal, tpu, kind, name, asked)
   local known = journal:state().objects[kind .. " " .. name]
   if not known or not known.request_id or known.phase == "failed" or known.phase == "gone" then
     return nil
@@ -48,6 +68,8 @@ local function earlier_request(journal, tpu, kind, name)
     )
   elseif state == "DELETING" then
     problem = "is being deleted: try again when it is gone"
+  elseif known.asked and known.asked ~= asked then
+    problem = ("was another request, and is %s: delete it first, or take another name"):format(state)
   end
   if problem then
     err.raise({
@@ -69,13 +91,15 @@ end
 ---@param make fun(tpu: ciranda.gcp.Tpu, request: ciranda.gcp.Request, options: table): table
 ---@return table made
 local function create(journal, tpu, kind, request, keep, make)
-  local earlier = earlier_request(journal, tpu, kind, request.id)
+  local asked = crypto.hex(crypto.sha256(canonical(request)))
+  local earlier = earlier_request(journal, tpu, kind, request.id, asked)
   local object = {
     kind = kind,
     name = request.id,
     project = tpu.project,
     zone = tpu.zone,
     request_id = earlier or crypto.uuid4(),
+    asked = asked,
     keep = keep,
     phase = "intent",
   }

@@ -22,15 +22,16 @@ describe("tpu_vm", function()
   end
 
   it("creates, stops, starts and deletes a node", function()
-    local made = create(
+    local words = {
       "one",
       "--version=v2-alpha-tpuv5-lite",
       "--autocheckpoint-enabled",
       "--labels=team=x",
       "--metadata=k=v",
       "--tags=a,b",
-      "--spot"
-    )
+      "--spot",
+    }
+    local made = create(table.unpack(words))
     assert.equal(0, made.code, made.err)
     assert.matches("one is READY\n$", made.err)
     for path, value in pairs({
@@ -52,8 +53,11 @@ describe("tpu_vm", function()
       assert.equal(step[2], field("one", "state"))
     end
     local made_at = field("one", "createTime")
-    local again = create("one", "--version=v2-alpha-tpuv5-lite")
+    local again = create(table.unpack(words))
     assert.equal(0, again.code, again.err)
+    local other = create("one", "--version=v2-alpha-tpuv5-lite")
+    assert.equal(1, other.code)
+    assert.matches("was another request, and is READY: delete it first", other.err, 1, true)
     assert.equal(made_at, field("one", "createTime"))
     assert.matches("one %(node%) +us%-west4%-a +%d+s +%d+ +READY +a job +keep", cloud:run("gc").out)
     assert.equal(0, cloud:run("tpu_vm", "delete", "one").code)

@@ -124,6 +124,10 @@ describe("run.job", function()
       storage.objects["p/r/generation"].data
     )
     assert.equal("echo 2\n", storage.objects["p/r/command-" .. sha256].data)
+    -- Taking up what a killed program has begun is no new generation, unless it is something else.
+    job.publish(storage, place, content, true)
+    assert.equal(2, place.generation)
+    assert.equal(2, (job.generation(storage, place)))
     -- Somebody else's generation in between is not overwritten.
     local upload = storage.upload
     function storage.upload(self, name, object, source, options)

@@ -139,6 +139,25 @@ describe("run.ledger", function()
       end
     end)
 
+    it(
+      "takes up the same request only: another one under its name is refused, and nothing is forgotten",
+      function()
+        local journal <close> = journals.open("r1")
+        local tpu = cloud(nil)
+        ledger.create(journal, tpu, { id = "q", spot = true, labels = { a = "1", b = "2" } })
+        tpu = cloud(resource_of(tpu.ids[1], "ACTIVE"))
+        ledger.create(journal, tpu, { labels = { b = "2", a = "1" }, spot = true, id = "q" })
+        assert.equal(1, #tpu.ids)
+        for _, other in ipairs({ { id = "q" }, { id = "q", spot = true, labels = { a = "1", b = "3" } } }) do
+          local ok, problem = pcall(ledger.create, journal, tpu, other)
+          assert.is_true(not ok and errors.is(problem, "precondition"))
+          assert.matches("was another request, and is ACTIVE", tostring(problem), 1, true)
+        end
+        assert.equal(1, #tpu.ids)
+        assert.same({ "r1 q created runner" }, objects())
+      end
+    )
+
     it("forgets it for no failure of the second time", function()
       local journal <close> = left_behind("created", 90)
       local tpu = cloud(resource_of("first", "ACTIVE"))
