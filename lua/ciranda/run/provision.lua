@@ -1,9 +1,9 @@
 --- A queued resource from the request to slices that are up, with a budget for the rare end in between.
 --
 -- Google's Multislice guide: a queued resource may be FAILED while some of its slices are ACTIVE; delete what was made
--- and try again in some minutes. That is done here, as often as the budget allows, and told each time; so it is for what
--- was preempted, when that is asked for. No other end is tried again: quota is not freed and capacity not found by
--- asking the same again.
+-- and try again in some minutes. That is done here, as often as the budget allows, and told each time; so it is for
+-- what was preempted, when that is asked for. No other end is tried again: quota is not freed and capacity not found
+-- by asking the same again.
 local err = require("ciranda.io.error")
 local ledger = require("ciranda.run.ledger")
 local task = require("ciranda.task")
