@@ -5,6 +5,7 @@
 --- Storage and OAuth have forms of their own. All, and answers that are none of these, become one error value.
 
 local errors = require("ciranda.io.error")
+local json = require("ciranda.io.json")
 
 local M = {}
 
@@ -76,13 +77,11 @@ local LONGEST = 2000
 ---@field where string?    region or zone
 ---@field kind "queued-resource"|"TPU"|nil  what it counts
 
---- A text that is safe to print: one line, no control characters, not endless.
+--- A text that is safe to print: one line of UTF-8, no control characters, not endless.
 local function plain(text)
-  text = tostring(text):gsub("[%c\127]+", " ")
-  if #text > LONGEST then
-    text = text:sub(1, LONGEST) .. " ..."
-  end
-  return text
+  text = tostring(text)
+  local short = text:sub(1, LONGEST):gsub("%c+", " ")
+  return json.utf8(short) .. (#text > LONGEST and " ..." or "")
 end
 
 --- The details of a kind ("ErrorInfo", "RetryInfo", ...) in a Status.

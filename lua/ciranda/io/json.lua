@@ -1,8 +1,8 @@
 --- JSON, exact in both directions.
 ---
 --- lua-cjson decodes and dkjson encodes, each for what it does well; neither is exact alone. cjson makes
---- every number a float and cannot tell `[]` from `{}`; so a text with integers of 16 digits or more, or with
---- empty arrays or objects, is checked by cjson and then decoded by dkjson. dkjson writes floats with 14
+--- every number a float and cannot tell `[]` from `{}`; so a text in which it meets an integer beyond 2^53 or an
+--- empty array is decoded again by dkjson, which takes some ten times as long. dkjson writes floats with 14
 --- digits, an object with the single key "n" as an array, and a table with holes as whatever it finds; so
 --- values are checked and prepared before they reach it.
 ---
@@ -24,6 +24,8 @@ M.null = cjson.null
 M.MAX_DEPTH = 256
 
 local EXACT = 2 ^ 53
+local LONG_INTEGER = ("%d"):rep(16)
+local tointeger = math.tointeger
 
 local parser = cjson.new()
 parser.decode_max_depth(M.MAX_DEPTH)
@@ -58,23 +60,51 @@ end
 
 -- Decoding --------------------------------------------------------------------------------------------------
 
---- Turn integral floats into integers, in place.
-local function integers(value)
-  local kind = math.type(value)
-  if kind == "float" then
-    return value > -EXACT and value < EXACT and math.tointeger(value) or value
-  elseif type(value) == "table" then
-    for key, field in next, value do
-      local exact = integers(field)
-      if exact ~= field or math.type(exact) ~= math.type(field) then
-        value[key] = exact -- assigning to an existing field is allowed while traversing
-      end
+--- What a number that cjson has read is; a second value, true, when cjson may have rounded it.
+local function exact(number)
+  if number > -EXACT and number < EXACT then
+    return tointeger(number) or number
+  end
+  return number, true
+end
+
+--- Turn integral floats into integers and mark empty tables that are not marked as objects, in place.
+---@param value table
+---@return boolean rounded whether there is a number that cjson may have rounded
+---@return boolean empty whether there is an empty table, which may have been an array
+local function finish(value)
+  local key, field = next(value)
+  if key == nil then
+    if not getmetatable(value) then
+      setmetatable(value, OBJECT)
     end
+    return false, true
+  end
+  local rounded, empty = false, false
+  repeat
+    local kind = type(field)
+    if kind == "table" then
+      local inner_rounded, inner_empty = finish(field)
+      rounded, empty = rounded or inner_rounded, empty or inner_empty
+    elseif kind == "number" then
+      local number, inexact = exact(field)
+      value[key] = number -- assigning to an existing field is allowed while traversing
+      rounded = rounded or inexact or false
+    end
+    key, field = next(value, key)
+  until key == nil
+  return rounded, empty
+end
+
+--- `finish` for any value.
+local function finished(value)
+  if type(value) == "table" then
+    return value, finish(value)
+  elseif type(value) == "number" then
+    return exact(value)
   end
   return value
 end
-
-local LONG_INTEGER = ("%d"):rep(16)
 
 --- Decode a JSON text.
 ---@param text string
@@ -104,10 +134,12 @@ function M.decode(text, target, loose)
       message = "not JSON: " .. errors.text(value),
     })
   end
-  if text:find(LONG_INTEGER) or not loose and (text:find("%[%s*%]") or text:find("{%s*}")) then
-    value = dkjson.decode(text, 1, M.null, OBJECT, ARRAY)
+  local rounded, empty
+  value, rounded, empty = finished(value)
+  if rounded and text:find(LONG_INTEGER) or empty and not loose and text:find("%[%s*%]") then
+    value = finished(dkjson.decode(text, 1, M.null, OBJECT, ARRAY))
   end
-  return integers(value)
+  return value
 end
 
 -- Encoding --------------------------------------------------------------------------------------------------
