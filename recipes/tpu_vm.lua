@@ -104,10 +104,8 @@ local COLUMNS = {
 local run = {}
 
 function run.list(context, tpu)
-  local messages = tpu:list_nodes()
-  table.sort(messages, function(a, b)
-    return a.name < b.name
-  end)
+  local messages = tpu:list_nodes(tables.needed(context.flags))
+  tables.sort(messages)
   tables.print(messages, { columns = COLUMNS, filter = context.flags.filter, format = context.flags.format })
 end
 

@@ -33,25 +33,35 @@ local function usage(format, ...)
   err.raise({ code = "usage", op = "list", message = format:format(...) })
 end
 
+--- What reads a field by its path.
+---@param path string
+---@return fun(item: table): any
+local function reader(path)
+  local plain = path:match("^(.*)%.basename%(%)$")
+  local keys = {}
+  for piece in (plain or path):gmatch("[^.]+") do
+    local name, index = piece:match("^([^%[]*)%[(%d+)%]$")
+    keys[#keys + 1] = name or piece
+    keys[#keys + 1] = index and math.tointeger(tonumber(index)) + 1
+  end
+  return function(value)
+    for _, key in ipairs(keys) do
+      value = type(value) == "table" and value[key] or nil
+    end
+    if plain and type(value) == "string" then
+      return value:match("[^/]*$")
+    end
+    return value
+  end
+end
+
 --- A field by its path: "state.state", "tpu.nodeSpec[0].nodeId"; ".basename()" at its end gives a name without the
 --- names before it.
 ---@param item table
 ---@param path string
 ---@return any value nil when it is not there
 function M.field(item, path)
-  local plain = path:match("^(.*)%.basename%(%)$")
-  local value = item
-  for piece in (plain or path):gmatch("[^.]+") do
-    local name, index = piece:match("^([^%[]*)%[(%d+)%]$")
-    value = type(value) == "table" and value[name or piece] or nil
-    if index then
-      value = type(value) == "table" and value[math.tointeger(tonumber(index)) + 1] or nil
-    end
-  end
-  if plain and type(value) == "string" then
-    return value:match("[^/]*$")
-  end
-  return value
+  return reader(path)(item)
 end
 
 --- What makes a cell of the last part of a name such as "projects/P/locations/Z/nodes/N".
@@ -93,11 +103,25 @@ COMPARE["!="] = function(text, wanted)
   return not COMPARE["="](text, wanted)
 end
 
+--- FIELD, operator, VALUE.
+local TERM = "^([%a_][%w_.%[%]-]*)([!=:]=?)(.*)$"
+
+--- The terms of a filter, one after the other.
+---@param text string?
+---@return fun(): string?
+local function terms_of(text)
+  local next_term = (text or ""):gsub(" [Aa][Nn][Dd] ", "\0"):gmatch("[^%z]+")
+  return function()
+    local term = next_term()
+    return term and term:match("^%s*(.-)%s*$")
+  end
+end
+
 --- One term of a filter as a test.
 ---@param term string
 ---@return fun(item: table): boolean
 local function test_of(term)
-  local path, operator, wanted = term:match("^([%a_][%w_.%[%]-]*)([!=:]=?)(.*)$")
+  local path, operator, wanted = term:match(TERM)
   if not path then
     if term:match("[=<>~:!()]") then
       usage("--filter: %q is none of FIELD=VALUE, FIELD!=VALUE, FIELD:PART or a word", term)
@@ -134,8 +158,8 @@ function M.filter(text)
       usage("--filter: %s is not understood; terms are joined by AND", alternative:match("%S+"))
     end
   end
-  for term in (text or ""):gsub(" [Aa][Nn][Dd] ", "\0"):gmatch("[^%z]+") do
-    tests[#tests + 1] = test_of(term:match("^%s*(.-)%s*$"))
+  for term in terms_of(text) do
+    tests[#tests + 1] = test_of(term)
   end
   return function(item)
     for _, test in ipairs(tests) do
@@ -194,14 +218,45 @@ function M.check_format(format)
   end
 end
 
----@param item table
----@param fields string[]
-local function print_values(item, fields)
-  local cells = {}
-  for place, path in ipairs(fields) do
-    cells[place] = text_of(M.field(item, path))
+--- The paths of the fields that a list's flags need, nil when they need whole messages.
+---@param flags { filter: string?, format: string? }
+---@return string[]?
+function M.needed(flags)
+  local paths = value_fields(flags.format)
+  for term in terms_of(paths and flags.filter) do
+    local path = term:match(TERM)
+    table.move(path and { path } or { "name", "state" }, 1, 2, #paths + 1, paths)
   end
-  io.write(table.concat(cells, "\t"), "\n")
+  return paths
+end
+
+---@param fields string[]
+---@return fun(item: table) prints them
+local function value_printer(fields)
+  local readers = {}
+  for place, path in ipairs(fields) do
+    readers[place] = reader(path)
+  end
+  return function(item)
+    local cells = {}
+    for place, read in ipairs(readers) do
+      cells[place] = text_of(read(item))
+    end
+    io.write(table.concat(cells, "\t"), "\n")
+  end
+end
+
+--- Sorts messages by their names. The API's lists are in that order, so it is looked at first.
+---@param messages { name: string }[]
+function M.sort(messages)
+  for place = 2, #messages do
+    if messages[place].name < messages[place - 1].name then
+      table.sort(messages, function(a, b)
+        return a.name < b.name
+      end)
+      return
+    end
+  end
 end
 
 --- Prints a list on standard output.
@@ -218,8 +273,9 @@ function M.print(items, options)
   end
   local fields = value_fields(options.format)
   if fields then
+    local print_values = value_printer(fields)
     for _, item in ipairs(chosen) do
-      print_values(item, fields)
+      print_values(item)
     end
     return
   elseif options.format == "json" then
@@ -255,7 +311,7 @@ function M.print_one(item, format)
   M.check_format(format)
   local fields = value_fields(format)
   if fields then
-    print_values(item, fields)
+    value_printer(fields)(item)
   else
     io.write(json.encode(item, { indent = true }), "\n")
   end

@@ -137,7 +137,8 @@ local function prepare(self, name, arguments)
   end
   local query = {}
   for key, value in pairs(arguments.query or {}) do
-    if not (method.query and method.query[key]) then
+    -- Every method of Google's APIs takes "fields".
+    if key ~= "fields" and not (method.query and method.query[key]) then
       errors.misuse(3, "tpu:call: %s has no query parameter '%s' in %s", name, tostring(key), version)
     end
     query[key] = value
@@ -177,16 +178,53 @@ function Tpu:list(name, arguments)
   return items, unreachable
 end
 
----@async
----@return table[] Node messages of the zone
-function Tpu:list_nodes()
-  return (self:list("nodes.list"))
+--- Items that a page may have: the most that Google's APIs usually give.
+local PAGE = 1000
+
+--- The `fields` parameter by which a list has no more of each item than its name and these paths; nil for whole items
+--- when one of the paths is no field, which the API would refuse.
+---@param list string
+---@param kind string the items' message
+---@param paths string[]?
+---@return string?
+local function mask_of(list, kind, paths)
+  local messages = require("ciranda.data.tpu_schema_v2").messages
+  local fields = { "name" }
+  for _, path in ipairs(paths or {}) do
+    local names, inside = {}, kind
+    for piece in path:gsub("%.basename%(%)$", ""):gmatch("[^.]+") do
+      local name = piece:match("^[^%[]*")
+      local fields_inside = inside and messages[inside]
+      if fields_inside then
+        local type_of = fields_inside[name]
+        if not type_of then
+          return nil
+        end
+        names[#names + 1] = name
+        inside = type(type_of) == "string" and type_of:match("^(%a+)%[?%]?$") or nil
+      end
+    end
+    fields[#fields + 1] = table.concat(names, "/")
+  end
+  return paths and ("%s(%s),nextPageToken,unreachable"):format(list, table.concat(fields, ",")) or nil
 end
 
+--- The nodes of the zone.
 ---@async
----@return table[] QueuedResource messages of the zone
-function Tpu:list_queued_resources()
-  return (self:list("queuedResources.list"))
+---@param paths string[]? the fields that are wanted besides the name, such as "state"; all by default
+---@return table[] Node messages
+function Tpu:list_nodes(paths)
+  local query = { pageSize = PAGE, fields = mask_of("nodes", "Node", paths) }
+  return (self:list("nodes.list", { query = query }))
+end
+
+--- The queued resources of the zone.
+---@async
+---@param paths string[]? the fields that are wanted besides the name, such as "state.state"; all by default
+---@return table[] QueuedResource messages
+function Tpu:list_queued_resources(paths)
+  local query = { pageSize = PAGE, fields = mask_of("queuedResources", "QueuedResource", paths) }
+  return (self:list("queuedResources.list", { query = query }))
 end
 
 --- One node.

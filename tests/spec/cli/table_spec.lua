@@ -73,6 +73,22 @@ describe("tables", function()
     assert.matches("takes json or value", problem.message, 1, true)
   end)
 
+  it("knows the fields that a list needs", function()
+    assert.is_nil(tables.needed({}))
+    assert.is_nil(tables.needed({ format = "json", filter = "state=READY" }))
+    assert.same({ "name", "state.state" }, tables.needed({ format = "value(name, state.state)" }))
+    assert.same(
+      { "name.basename()", "labels.t", "name", "state" },
+      tables.needed({ format = "value(name.basename())", filter = "labels.t:x AND READY" })
+    )
+  end)
+
+  it("sorts by name what is not sorted", function()
+    local list = { { name = "b" }, { name = "c" }, { name = "a" } }
+    tables.sort(list)
+    assert.same({ { name = "a" }, { name = "b" }, { name = "c" } }, list)
+  end)
+
   it("aligns columns by characters and leaves no blanks at the ends", function()
     assert.equal("A    BB\né    x\nccc", tables.text({ { "A", "BB" }, { "é", "x" }, { "ccc", "" } }))
   end)

@@ -172,8 +172,8 @@ describe("ciranda.gcp.client", function()
   end)
 
   it("waits longer and longer, at random", function()
-    local waits = {}
-    support.with_server(answers { { status = 503 } }, function(s)
+    local waits, busy = {}, { status = 503 }
+    support.with_server(answers { busy, busy, busy, busy, busy, { body = "{}" } }, function(s)
       local client = support.client {
         random = function()
           return 1
@@ -184,11 +184,11 @@ describe("ciranda.gcp.client", function()
         waits[#waits + 1] = seconds
         return sleep(seconds)
       end
-      local ok = pcall(client.request, client, { url = s.url, deadline = 0.08 })
+      local ok = pcall(client.request, client, { url = s.url })
       task.sleep = sleep -- luacheck: ignore 122
-      assert.is_false(ok)
+      assert.is_true(ok)
     end)
-    assert.same({ 0.002, 0.004, 0.008, 0.016, 0.02 }, { table.unpack(waits, 1, 5) })
+    assert.same({ 0.002, 0.004, 0.008, 0.016, 0.02 }, waits)
   end)
 
   it("refreshes a refused token once", function()

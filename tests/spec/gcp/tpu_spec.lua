@@ -100,6 +100,35 @@ describe("ciranda.gcp.tpu", function()
     end)
   end)
 
+  it("asks a list for the fields that are wanted, when the API has them", function()
+    support.with_tpu({}, function(tpu, _, log)
+      tpu:create(request { labels = { team = "x" } })
+      local cases = {
+        { { "state.state" }, "queuedResources(name,state/state),nextPageToken,unreachable" },
+        {
+          { "name.basename()", "tpu.nodeSpec[0].node.labels.team" },
+          "queuedResources(name,name,tpu/nodeSpec/node/labels)",
+        },
+        { { "state.sate" }, nil },
+        { { "tpu", "colour" }, nil },
+      }
+      for index, case in ipairs(cases) do
+        local resource = tpu:list_queued_resources(case[1])[1]
+        assert.equal(ZONE .. "/queuedResources/job1", resource.name)
+        local fields = log[#log].fields.fields
+        if case[2] then
+          assert.equal(1, fields:find(case[2], 1, true), fields)
+        else
+          assert.is_nil(fields, "case " .. index)
+        end
+      end
+      assert.is_nil(tpu:list_queued_resources({ "state.state" })[1].tpu)
+      local specs = tpu:list_queued_resources(cases[2][1])[1].tpu.nodeSpec
+      assert.same({ team = "x" }, { team = specs[1].node.labels.team })
+      assert.is_nil(specs[1].node.acceleratorType)
+    end)
+  end)
+
   it("uses v2alpha1 for what only it has", function()
     support.with_tpu({}, function(tpu, _, log)
       local qr = tpu:create(request { autocheckpoint = true })
