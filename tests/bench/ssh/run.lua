@@ -309,7 +309,7 @@ count_programs()
 
 do
   local mine_s, bare_s, ssh_s = {}, {}, {}
-  for _ = 1, 3 do
+  for _ = 1, 5 do
     local key = support.key("ed25519")
     bare_s[#bare_s + 1] = select(2, bare("stream", bytes, tostring(port), user, key, host_key .. ".pub"))
     mine_s[#mine_s + 1] = ours("stream", bytes, 1, port, user, key, host_key).wall_s
@@ -348,6 +348,7 @@ if available("node") and available("npm") then
     process.run({ "npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", cwd = directory }):check()
   end
   fs.copy("tests/fixtures/ssh_faults/server.js", directory .. "/server.js")
+  local held_port = tostring(math.random(20000, 29999))
   local node <close> = process.spawn({
     "sh",
     "-c",
@@ -356,7 +357,7 @@ if available("node") and available("npm") then
     directory .. "/server.js",
     host_key,
     "127.1.0.1",
-    "29555",
+    held_port,
     held_wanted,
     stdin = process.PIPE,
     stdout = process.PIPE,
@@ -373,7 +374,7 @@ if available("node") and available("npm") then
     "hold",
     held_wanted,
     "64",
-    "29555",
+    held_port,
     "plain",
     support.key("ed25519"),
     host_key .. ".pub",
