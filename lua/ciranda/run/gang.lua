@@ -26,7 +26,7 @@ local AFTER_GRACE = 90
 local CLOCKS = 0.05
 --- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
 --- its machine is gone.
-local LOOK_FOR_GONE, SILENT = 3, 6
+local LOOK_FOR_GONE, SILENT = 2, 3
 --- Seconds that the others may take to say who has them, when a gang is refused anyway.
 local LOOK = 20
 --- Logs of ended workers that are fetched at the same time.

@@ -17,6 +17,8 @@ M.TIMEOUT = 3600
 --- Seconds between two looks, and the longest that all machines may take to let us in before the API is asked again:
 --- the service may not yet know what we know.
 local LOOK, CONNECT = 5, 60
+--- Seconds that a maintenance which may begin at any time is waited for; it may also come hours later.
+local PENDING = 600
 
 ---@class ciranda.run.Cloud where a run's machines come from; kept in its journal
 ---@field project string
@@ -49,16 +51,17 @@ end
 
 --- Why a READY node is not to be used yet: the service is about to restart it.
 ---@param node table a Node message
+---@param patient boolean wait for a maintenance too that has not begun
 ---@return string?
-local function unsettled(node)
+local function unsettled(node, patient)
   local upcoming = node.upcomingMaintenance
   if type(upcoming) == "table" then
     local begins = require("ciranda.gcp.credential_kinds").parse_time(upcoming.windowStartTime)
-    if upcoming.maintenanceStatus == "ONGOING" or (begins and begins <= os.time()) then
-      return "maintenance is under way"
+    if upcoming.maintenanceStatus == "ONGOING" or (patient and begins and begins <= os.time()) then
+      return "maintenance"
     end
   end
-  return type(node.health) == "string" and node.health:match("^UNHEALTHY_MAINTENANCE$")
+  return node.health == "UNHEALTHY_MAINTENANCE" and "maintenance" or nil
 end
 
 --- The nodes, once all are READY and the queued resource ACTIVE.
@@ -68,12 +71,19 @@ end
 ---@return { node: table, index: integer }[]
 local function wait_for_nodes(tpu, options, left)
   local cloud = options.cloud
+  local began, told = uv.hrtime() / 1e9, {}
+  local function tell(about, text)
+    if told[about] ~= text then
+      told[about] = text
+      options.say("The machines: %s", text)
+    end
+  end
   while true do
     local waiting = {
       timeout = math.max(1, left()),
       first_poll = options.look or LOOK,
       on_change = function(state)
-        options.say("The machines: %s is %s", cloud.queued_resource or "the slice", state)
+        tell("state", ("%s is %s"):format(cloud.queued_resource or "the slice", state))
       end,
     }
     local nodes
@@ -93,21 +103,22 @@ local function wait_for_nodes(tpu, options, left)
       end
     else
       nodes = function(name)
-        return tpu:wait_node(name, "READY", waiting)
+        return tpu:wait_node(name, "READY", { timeout = waiting.timeout, first_poll = waiting.first_poll })
       end
     end
     local why
     local found = task.map(cloud.nodes, function(known)
       local node = nodes(known.name)
-      why = why or unsettled(node)
+      why = why or unsettled(node, uv.hrtime() / 1e9 - began < PENDING)
       return { node = node, index = known.index }
     end, 16)
     if not why then
       return found
     end
+    tell("why", "waiting for the end of " .. why)
     task.sleep(options.look or LOOK)
     if left() <= 0 then
-      err.raise({ code = "timeout", op = "repair", message = "the machines are not to be used: " .. why })
+      err.raise({ code = "timeout", op = "repair", message = "the machines are in " .. why })
     end
   end
 end

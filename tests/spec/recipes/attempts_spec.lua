@@ -8,11 +8,17 @@ local task = require("ciranda.task")
 describe("multihost_runner on machines that are lost", function()
   local cloud
 
-  before_each(function()
-    cloud = cloud_support.start({ slices = 2, type = "v5litepod-4", prefix = "job" })
+  setup(function()
+    -- A notice comes some seconds before what it speaks of.
+    cloud = cloud_support.start({
+      slices = 2,
+      type = "v5litepod-4",
+      prefix = "job",
+      grace = { notice = 6 },
+    })
     fs.write(cloud.root .. "/code/train.py", fs.read("tests/fixtures/trainer/train.py"))
   end)
-  after_each(function()
+  teardown(function()
     cloud:stop()
   end)
 
@@ -26,24 +32,25 @@ describe("multihost_runner on machines that are lost", function()
     assert.equal(200, answer.status, answer.body)
   end
 
-  local function start(...)
+  local function start(run, ...)
     return cloud:start_program(
       "multihost_runner",
       "--TPU_PREFIX=job",
-      "--RUN_NAME=r1",
+      "--RUN_NAME=" .. run,
       "--FAILURE_GRACE=2",
-      "--COMMAND=python3 train.py --checkpoint_dir $CIRANDA_SIM_SHARED/ckpt --step-time 0.02 --save-every 10 "
-        .. "--peer-timeout 8 --steps 60",
-      "--CHECKPOINT_DIR=$CIRANDA_SIM_SHARED/ckpt",
+      ("--COMMAND=python3 train.py --checkpoint_dir $CIRANDA_SIM_SHARED/%s --step-time 0.02 --save-every 10 "):format(
+        run
+      ) .. "--peer-timeout 8 --steps 60",
+      "--CHECKPOINT_DIR=$CIRANDA_SIM_SHARED/" .. run,
       ...
     )
   end
 
   --- Waits until the first worker's newest log has a line.
-  local function log_has(pattern)
+  local function log_has(run, pattern)
     task.timeout(60, function()
       while true do
-        local ok, text = pcall(fs.read, cloud.root .. "/r1/output_slice_0000_worker_0000.txt")
+        local ok, text = pcall(fs.read, ("%s/%s/output_slice_0000_worker_0000.txt"):format(cloud.root, run))
         if ok and text:find(pattern) then
           return
         end
@@ -52,9 +59,9 @@ describe("multihost_runner on machines that are lost", function()
     end)
   end
 
-  local function attempts()
+  local function attempts(run)
     local list = {}
-    for line in fs.read(cloud.root .. "/state/ciranda/runs/r1/journal.jsonl"):gmatch("[^\n]+") do
+    for line in fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(cloud.root, run)):gmatch("[^\n]+") do
       local fact = json.decode(line)
       if fact.fact == "attempt" then
         list[#list + 1] = fact
@@ -66,12 +73,12 @@ describe("multihost_runner on machines that are lost", function()
   end
 
   it("waits for the repair, stages the new machines, and resumes from the last step on disk", function()
-    local running = start("--INFRA_RESTARTS=1")
-    log_has("completed step: 12,")
+    local running = start("r1", "--INFRA_RESTARTS=1")
+    log_has("r1", "completed step: 12,")
     control("nodes/job-1:lose")
     local result = running.wait()
     assert.equal(0, result.code, result.err)
-    local list = attempts()
+    local list = attempts("r1")
     assert.same({ "infra", "done" }, { list[1].kind, list[2].kind })
     -- The slice came back with another address and another host key, and those are what it was found by.
     assert.not_same(list[1].workers[2].pins, list[2].workers[2].pins)
@@ -84,13 +91,55 @@ describe("multihost_runner on machines that are lost", function()
     assert.matches("Attempt 2 (" .. list[2].attempt, result.err, 1, true)
   end)
 
+  it(
+    "saves upon a notice of maintenance, waits until it is over, and resumes after the step saved",
+    function()
+      fs.write(
+        cloud.root .. "/code/hooks.lua",
+        'return { on_maintenance = function(what) io.stderr:write("hook: ", what.text, "\\n") end }'
+      )
+      local running = start("r2", "--PREEMPTION_RESTARTS=1", "--HOOKS=hooks.lua", "--GRACE=20")
+      log_has("r2", "completed step: 12,")
+      local answer = http.request({
+        method = "POST",
+        url = ("%s/v2alpha1/projects/%s/locations/%s/nodes/job-1:simulateMaintenanceEvent"):format(
+          cloud.simulator.url,
+          cloud.simulator.env.CLOUDSDK_CORE_PROJECT,
+          cloud.simulator.env.CLOUDSDK_COMPUTE_ZONE
+        ),
+        headers = {
+          Authorization = "Bearer " .. fs.read(cloud.simulator.env.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE)
+            :match("%S+"),
+        },
+        body = json.encode({ workerIds = { "0" } }),
+        timeout = 20,
+      })
+      assert.equal(200, answer.status, answer.body)
+      local result = running.wait()
+      assert.equal(0, result.code, result.err)
+      local list = attempts("r2")
+      assert.same({ "preempted", "done" }, { list[1].kind, list[2].kind })
+      assert.matches(
+        "hook: maintenance (TERMINATE_ON_HOST_MAINTENANCE), slice 1 worker 0",
+        result.err,
+        1,
+        true
+      )
+      local step = tonumber(result.err:match("Checkpoint: saved: step (%d+) is on disk"))
+      assert.is_truthy(step, result.err)
+      local log = fs.read(cloud.root .. "/r2/output_slice_0001_worker_0000.txt")
+      assert.equal(step + 1, tonumber(log:match("completed step: (%d+)")), result.err)
+      assert.matches(("A restart begins after step %d: saved "):format(step), result.err, 1, true)
+    end
+  )
+
   it("ends as preempted when the slices were taken away and the queued resource is SUSPENDED", function()
-    local running = start("--PREEMPTION_RESTARTS=2", "--INFRA_RESTARTS=2")
-    log_has("completed step: 3,")
+    local running = start("r3", "--PREEMPTION_RESTARTS=2", "--INFRA_RESTARTS=2")
+    log_has("r3", "completed step: 3,")
     control("nodes/job-1:preempt", { notice = 0 })
     local result = running.wait()
     assert.equal(1, result.code, result.err)
     assert.matches("\npreempted: there are no machines for another attempt: .*SUSPENDED", result.err)
-    assert.equal(1, #attempts())
+    assert.equal(1, #attempts("r3"))
   end)
 end)
