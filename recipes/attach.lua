@@ -10,6 +10,12 @@ return {
     { name = "RUN", positional = true, required = true, help = "Name of the run." },
     { name = "show", help = "Show these workers' output with a prefix: a node set, or all." },
     {
+      name = "detach",
+      type = "boolean",
+      default = false,
+      help = "Return when it has been taken up; the runner goes on without this terminal.",
+    },
+    {
       name = "TAKE",
       type = "boolean",
       default = false,
@@ -17,6 +23,9 @@ return {
     },
   },
   run = function(context)
+    if context.flags.detach then
+      return require("ciranda.run.detach").run(context, context.flags.RUN, true)
+    end
     local result = launch.attach({
       run = context.flags.RUN,
       connect_options = {},

@@ -4,6 +4,7 @@ local flags_of = require("ciranda.cli.flags")
 local fs = require("ciranda.io.fs")
 local job = require("ciranda.run.job")
 local nodeset = require("ciranda.fleet.nodeset")
+local remote_log = require("ciranda.run.remote_log")
 local runs = require("ciranda.run.runs")
 local screens = require("ciranda.run.screen")
 local task = require("ciranda.task")
@@ -12,7 +13,8 @@ local uv = require("luv")
 local M = {
   summary = "show the logs of a run",
   description = "Shows the log of the first worker as it is; of several, lines with their workers. The logs of "
-    .. "multihost_runner and of recipes like it are on this machine; those of multihost_job are read from its "
+    .. "multihost_runner and of recipes like it are on this machine; what is not here yet, because the run has no "
+    .. "runner or its runner brings that log later, is read on the workers. Those of multihost_job are read from its "
     .. "bucket. --follow goes on until the run has ended.",
   flags = {
     { name = "RUN", positional = true, required = true, help = "Name of the run." },
@@ -22,6 +24,11 @@ local M = {
     },
     { name = "tail", type = "integer", help = "Only so many lines from the end of each log." },
     { name = "follow", type = "boolean", default = false, help = "Go on while the run does." },
+    {
+      name = "remote",
+      type = "boolean",
+      help = "Ask the workers for what is not here: true, also of a run that has ended; false, never.",
+    },
     { name = "attempt", help = "Of this attempt (the last one); ciranda runs RUN names it." },
   },
 }
@@ -29,7 +36,7 @@ local M = {
 --- Bytes read at once.
 local PIECE = 65536
 --- Seconds between two looks at logs that may have grown: on this machine, in a bucket.
-local LOOK, LOOK_BUCKET = 0.3, 10
+local LOOK, LOOK_BUCKET, LOOK_REMOTE = 0.3, 10, 2
 
 ---@class recipes.logs.Source where logs come from
 ---@field workers ciranda.Worker[]
@@ -37,6 +44,7 @@ local LOOK, LOOK_BUCKET = 0.3, 10
 ---@field read fun(worker: ciranda.Worker, from: integer, count: integer): string
 ---@field ended fun(): boolean nothing more will come
 ---@field look number seconds between two looks
+---@field close (fun())?
 
 --- The logs of an attempt, on this machine.
 ---@param state ciranda.journal.State
@@ -64,6 +72,79 @@ local function from_attempt(state, id)
       return not runs.runner(now) or not (open and open.attempt == attempt.attempt)
     end,
   }
+end
+
+--- The logs of an attempt, with what is still on its workers. Who cannot be asked is said, and shown as far as it is
+--- here.
+---@param state ciranda.journal.State
+---@param id string?
+---@param say fun(format: string, ...: any)
+---@return recipes.logs.Source
+local function from_workers(state, id, say)
+  local here = from_attempt(state, id)
+  local there = remote_log.open(state.run, runs.attempt(state, id))
+  local ended, failed = {}, {}
+  --- What `fn` returns, or nothing when the worker cannot be asked.
+  local function try(worker, fn, ...)
+    if failed[worker] then
+      return nil
+    end
+    local ok, first, second = pcall(fn, there, worker, ...)
+    if ok then
+      return first, second
+    elseif not err.is(first) or err.is(first, "cancelled", "misuse", "internal") then
+      error(first, 0)
+    end
+    failed[worker] = true
+    say("Only what is here: %s", tostring(first))
+  end
+  return {
+    workers = here.workers,
+    look = LOOK_REMOTE,
+    size = function(worker)
+      local size
+      size, ended[worker] = try(worker, there.look)
+      return math.max(here.size(worker), size or 0)
+    end,
+    read = function(worker, from, count)
+      local size = here.size(worker)
+      if from < size then
+        return here.read(worker, from, math.min(count, size - from))
+      end
+      local bytes, first = try(worker, there.read, from, count)
+      return bytes or "", first
+    end,
+    ended = function()
+      for worker in pairs(failed) do
+        ended[worker] = true
+      end
+      local any = false
+      for _, over in pairs(ended) do
+        if not over then
+          return false
+        end
+        any = true
+      end
+      return any
+    end,
+    close = function()
+      there:close()
+    end,
+  }
+end
+
+--- Whether the workers know more than what is here: nobody brings it, or its turn comes when they have ended.
+---@param state ciranda.journal.State
+---@param id string?
+---@return boolean
+local function more_there(state, id)
+  local attempt = runs.attempt(state, id)
+  local open = runs.open_attempt(state)
+  if not open or open.attempt ~= attempt.attempt then
+    return false
+  end
+  local follow = type(attempt.watch) == "table" and attempt.watch.follow
+  return not runs.runner(state) or follow == "first" or follow == "auto" and #(attempt.workers or {}) > 64
 end
 
 --- The logs of a job, in its bucket.
@@ -142,7 +223,17 @@ function M.run(context)
   end
   local state = runs.read(flags.RUN)
   local is_job = state.recipe == "multihost_job" and #state.attempts == 0
-  local source = is_job and from_bucket(state) or from_attempt(state, flags.attempt)
+  local remote = not is_job
+    and not context.json
+    and flags.remote ~= false
+    and (flags.remote or more_there(state, flags.attempt))
+  local source = is_job and from_bucket(state)
+    or remote and from_workers(state, flags.attempt, function(...)
+      context.progress:say(...)
+    end)
+    or from_attempt(state, flags.attempt)
+  local closing <close> = setmetatable({}, { __close = source.close or function() end })
+  assert(closing)
   if #source.workers == 0 then
     context.progress:say("No worker of run %s has written anything yet", state.run)
     return
@@ -171,8 +262,8 @@ function M.run(context)
     task.map(workers, function(worker)
       local size = source.size(worker)
       while positions[worker] < size do
-        local bytes = source.read(worker, positions[worker], math.min(PIECE, size - positions[worker]))
-        positions[worker] = positions[worker] + #bytes
+        local bytes, first = source.read(worker, positions[worker], math.min(PIECE, size - positions[worker]))
+        positions[worker] = (first or positions[worker]) + #bytes
         if #workers == 1 then
           screen:raw(bytes)
         else
@@ -198,8 +289,9 @@ function M.run(context)
   local now = runs.read(state.run)
   if not is_job and not runs.runner(now) and runs.open_attempt(now) then
     context.progress:say(
-      "Run %s has no runner: what its workers have written since is not here. ciranda attach %s brings it.",
+      "Run %s has no runner: %s. ciranda attach %s takes it up.",
       state.run,
+      remote and "this was read on its workers" or "what its workers have written since is not here",
       state.run
     )
   end

@@ -93,6 +93,12 @@ for _, flag in ipairs({
     help = "Time between TERM and KILL for the others when one worker has failed.",
   },
   {
+    name = "detach",
+    type = "boolean",
+    default = false,
+    help = "Return when COMMAND runs on the workers; the runner goes on without this terminal.",
+  },
+  {
     name = "LEADER_ONLY",
     type = "boolean",
     default = false,
@@ -226,6 +232,9 @@ function M.run(context, hooks)
   local flags = context.flags
   local run = run_name(context)
   local hooks_of_user = flags.HOOKS and run_hooks.load(flags.HOOKS) or nil
+  if flags.detach then
+    return require("ciranda.run.detach").run(context, run)
+  end
   local found <close> = target.open(context)
   local command = flags.COMMAND
   if hooks then

@@ -126,9 +126,9 @@ describe("runs, logs and stop", function()
     uv.kill(running.program.pid, "sigkill")
     running.wait()
     assert.equal("detached", standing(run).state)
-    local partial = recipe("logs", run, "--follow") -- nobody brings more: it ends
+    local partial = recipe("logs", run, "--follow", "--remote=false") -- nobody brings more: it ends
     assert.equal("up\n", partial.out)
-    assert.matches(("ciranda attach %s brings it"):format(run), partial.err, 1, true)
+    assert.matches("written since is not here. ciranda attach " .. run, partial.err, 1, true)
     local result = recipe("stop", run)
     assert.equal(0, result.code, result.err)
     assert.matches(("Run %s is stopped"):format(run), result.err, 1, true)
@@ -140,6 +140,43 @@ describe("runs, logs and stop", function()
     end
     local state = standing(run)
     assert.same({ "ended", 143, "interrupted" }, { state.state, state.status, state.kind })
+  end)
+
+  it("reads on the workers what no runner has brought, and leaves no trace of it here", function()
+    local run = place:name("unbrought")
+    local more, over = place.root .. "/more", place.root .. "/over"
+    local running = place:start("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      ("--COMMAND=echo one; until [ -e %s ]; do sleep 0.1; done; seq 30000; until [ -e %s ]; do sleep 0.1; done; "):format(
+        more,
+        over
+      ) .. "echo end",
+    })
+    for slice = 0, workers - 1 do
+      place:log_has(run, slice, 0, "one\n")
+    end
+    uv.kill(running.program.pid, "sigkill")
+    running.wait()
+    fs.write(more, "")
+    local lines = { "one" }
+    for line = 1, 30000 do
+      lines[line + 1] = tostring(line)
+    end
+    local whole = table.concat(lines, "\n") .. "\n"
+    local last = ("slice[0-%d]/worker0"):format(workers - 1)
+    assert(support.ssh.wait_for(function()
+      return recipe("logs", run, "--tail=1", "--show=" .. last).out:find("30000\n", 1, true) ~= nil
+    end, 30))
+    local result = recipe("logs", run, "--show=slice" .. workers - 1)
+    assert.equal(0, result.code, result.err)
+    assert.equal(whole, result.out)
+    assert.matches("this was read on its workers. ciranda attach " .. run, result.err, 1, true)
+    assert.equal("one\n", recipe("logs", run, "--remote=false").out)
+    local following = place:start("logs", { run, "--follow" }, { fleet = false })
+    fs.write(over, "")
+    assert.equal(whole .. "end\n", following.wait().out)
+    assert.equal(0, recipe("attach", run).code)
+    assert.equal(whole .. "end\n", recipe("logs", run).out)
   end)
 
   it("follows a run to its end", function()

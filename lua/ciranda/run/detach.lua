@@ -1,0 +1,126 @@
+--- A runner that goes on without its terminal: it runs under the guard on this machine, and one that crashed is started
+--- again as `attach`.
+local engine = require("ciranda.core.engine")
+local err = require("ciranda.io.error")
+local local_guard = require("ciranda.run.local_guard")
+local runs = require("ciranda.run.runs")
+local task = require("ciranda.task")
+
+local M = {}
+
+--- How often a runner that ended before its run is taken up again.
+local AGAIN = 3
+--- Bytes of the runner's own output that are kept at least.
+local KEEP = 64 << 20
+--- Seconds between two looks at how far it has got, and for a stop while it is still staging.
+local LOOK, GRACE = 0.2, 60
+
+-- A run whose state is "detached" is on its workers and has no runner. Who left it on purpose (129) leaves it.
+local SCRIPT = [[
+{runner}
+code=$?
+again=0
+while [ $code -ne 129 ] && [ $again -lt {again} ] &&
+  [ "$({ciranda} runs {run} '--format=value(state)')" = detached ]; do
+  again=$((again + 1))
+  echo "The runner has ended before its run ($code); taking it up again, $again of {again}" >&2
+  sleep $((again * again))
+  {ciranda} attach {run}
+  code=$?
+done
+exit $code
+]]
+
+--- The words of this program's command line, up to the recipe's name and from it on; without --detach.
+---@return string[] before, string[] after
+local function own_words()
+  local before, after = { engine.executable }, nil
+  local argv, place = engine.argv, 1
+  while argv[place] do
+    local word = argv[place]
+    if word == "--sim" or word:find("^%-%-sim%-") then
+      err.raise({
+        code = "usage",
+        message = "--detach cannot be with --sim: that simulated cloud ends with this program (ciranda sim goes on)",
+      })
+    elseif after and word:find("^%-%-detach") then
+      local following = argv[place + 1]
+      if word == "--detach" and following and not following:find("^%-") then
+        place = place + 1 -- its value
+      end
+    elseif after then
+      after[#after + 1] = word
+    elseif word == "--lua-dir" or word == "--path" then
+      before[#before + 1] = word
+      before[#before + 1] = argv[place + 1]
+      place = place + 1
+    elseif word:find("^%-%-") then
+      before[#before + 1] = word
+    else
+      after = { word }
+    end
+    place = place + 1
+  end
+  return before, after
+end
+
+--- Starts the runner that this command line means, without --detach, waits until COMMAND runs on the workers (or the
+--- runner has ended), and says how to follow.
+---@async
+---@param context ciranda.cli.Context
+---@param run string the run's name
+---@param attaching boolean? it takes up a run that has been started
+---@return integer status 0 when it goes on; the runner's own when it has ended before that
+-- Raises "usage" with `run --sim`, "busy" when a runner has the run; what starting raises.
+function M.run(context, run, attaching)
+  local before, after = own_words()
+  if not attaching and not context.given.RUN_NAME then
+    after[#after + 1] = "--RUN_NAME=" .. run
+  end
+  local words = table.move(after, 1, #after, #before + 1, table.move(before, 1, #before, 1, {}))
+  local script = SCRIPT:gsub("{(%l+)}", {
+    runner = local_guard.quote(words),
+    ciranda = local_guard.quote(before),
+    run = local_guard.quote({ run }),
+    again = tostring(AGAIN),
+  })
+  local guarded = local_guard.named(("%s-%s"):format(run, os.date("%Y-%m-%d-%H-%M-%S")))
+  local began = os.time()
+  guarded:start(script, { shell = "/bin/sh", keep = KEEP })
+  local ok, first, record = pcall(task.race, {
+    function()
+      return guarded:follow(0, function(bytes)
+        io.stderr:write(bytes)
+      end)
+    end,
+    function()
+      repeat
+        task.sleep(LOOK)
+        local there, state = pcall(runs.read, run)
+        local open = there and runs.open_attempt(state)
+      until open and runs.runner(state) and (attaching or (open.gone or 0) / 1e6 >= began - 1)
+    end,
+  })
+  if not ok then
+    -- Told to end while it is still staging: nothing is left behind.
+    task.shield(guarded.stop, guarded, GRACE, "the program that detached it was told to end")
+    error(first, 0)
+  elseif first == 1 then
+    local status = record and math.tointeger(record.status) or 1
+    context.finish({ kind = status == 0 and "done" or "failed", status = status })
+    return status
+  end
+  context.finish({
+    kind = "detached",
+    status = 0,
+    message = (
+      "Detached: run %s goes on under a guard of its own, and does without this terminal.\n"
+      .. "  ciranda logs %s --follow   shows it; ciranda runs %s   how it stands\n"
+      .. "  ciranda stop %s            saves and stops it\n"
+      .. "  %s/log   is what its runner says"
+    ):format(run, run, run, run, guarded.directory),
+  })
+  return 0
+end
+
+return M

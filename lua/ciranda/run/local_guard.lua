@@ -1,0 +1,179 @@
+--- The guard on this machine: a command that outlives this program and its terminal, with the guard's own rules.
+local attempt = require("ciranda.run.attempt")
+local err = require("ciranda.io.error")
+local fs = require("ciranda.io.fs")
+local journals = require("ciranda.run.journal")
+local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
+
+local M = {}
+
+--- Seconds that a short answer of the guard may take.
+local SHORT = 60
+
+---@class ciranda.run.LocalGuard
+---@field directory string the attempt's directory, as `docs/guard.md` has it
+---@field private program string
+local Local = {}
+Local.__index = Local
+
+--- Where everything of ours is that is not a run: `$XDG_STATE_HOME/ciranda`.
+---@return string
+local function home()
+  return (journals.directory():gsub("/[^/]*$", ""))
+end
+
+--- The guard that this program carries, as a file.
+---@return string path
+-- Raises "not_found" when it carries none; "no_space" and the like.
+function M.program()
+  local guard = attempt.guard()
+  local path = ("%s/bin/guard-%s"):format(home(), guard.sha256)
+  if not fs.exists(path) then
+    fs.mkdir_p(path:match("^(.*)/"), 448)
+    fs.write(path, guard.bytes, { mode = 448 })
+  end
+  return path
+end
+
+--- Words as text for a shell.
+---@param words string[]
+---@return string
+function M.quote(words)
+  local quoted = {}
+  for place, word in ipairs(words) do
+    quoted[place] = word:find("^[%w_%-%./:=,@%%+]+$") and word or "'" .. word:gsub("'", "'\\''") .. "'"
+  end
+  return table.concat(quoted, " ")
+end
+
+--- A command by name: one that was started, or is to be.
+---@param name string letters, digits, "_", "-", "."
+---@return ciranda.run.LocalGuard
+-- Raises "usage" for what is no name.
+function M.named(name)
+  if not journals.valid_name(name) then
+    err.raise({
+      code = "usage",
+      op = "guard",
+      message = ("%q is no name; it takes letters, digits, '_', '-' and '.'"):format(name),
+    })
+  end
+  return setmetatable({ directory = ("%s/guard/%s"):format(home(), name), program = M.program() }, Local)
+end
+
+---@private
+function Local:ask(subcommand, options)
+  local words = { self.program, subcommand, self.directory, timeout = SHORT }
+  for name, value in pairs(options or {}) do
+    if math.type(name) == "integer" then
+      words[#words + 1] = value
+    else
+      words[name] = value or nil
+    end
+  end
+  return process.run(words)
+end
+
+--- Starts it: in the present directory, with the present environment, once.
+---@async
+---@param command string for a shell
+---@param options { shell: string?, keep: integer? }? the shell ($SHELL); bytes of the log that are kept at least (all)
+-- Raises "exists" when the name is taken, "failed" with the guard's words.
+function Local:start(command, options)
+  options = options or {}
+  fs.mkdir_p(self.directory:match("^(.*)/"), 448)
+  fs.mkdir(self.directory, 448)
+  fs.write(self.directory .. "/command", command)
+  fs.write(self.directory .. "/cwd", require("luv").cwd())
+  if options.shell then
+    fs.write(self.directory .. "/shell", options.shell)
+  end
+  local answer = self:ask("run", options.keep and { "--keep", tostring(options.keep) } or {})
+  if answer.code ~= 0 then
+    err.raise({
+      code = "failed",
+      op = "guard",
+      target = self.directory,
+      message = (answer.stderr:gsub("%s+$", "")),
+    })
+  end
+end
+
+--- What the guard says of it.
+---@async
+---@return table status as in `docs/guard.md`
+-- Raises "not_found" when nothing of that name was ever started.
+function Local:status()
+  local answer = fs.exists(self.directory) and self:ask("status")
+  local ok, status = pcall(json.decode, answer and answer.stdout or "")
+  if not ok or type(status) ~= "table" then
+    err.raise({
+      code = "not_found",
+      op = "guard",
+      target = self.directory,
+      message = ("there is nothing in %s that the guard has started"):format(self.directory),
+    })
+  end
+  return status
+end
+
+--- Hands on its output until it has ended. A guard that was killed is replaced.
+---@async
+---@param from integer offset
+---@param sink fun(bytes: string)
+---@return table? record nil when it was lost
+-- Raises "failed" with the guard's words.
+function Local:follow(from, sink)
+  while true do
+    local answer = self:ask("follow", {
+      "--from",
+      tostring(from),
+      timeout = false,
+      on_stdout = function(bytes)
+        from = from + #bytes
+        sink(bytes)
+      end,
+    })
+    local status = self:status()
+    if type(status.record) == "table" then
+      return status.record
+    elseif status.state == "lost" and self:ask("adopt").code ~= 0 then
+      return nil
+    elseif (status.log_first or 0) > from then
+      from = status.log_first
+    elseif status.state ~= "lost" and answer.code and answer.code ~= 0 then
+      err.raise({
+        code = "failed",
+        op = "guard",
+        target = self.directory,
+        message = (answer.stderr:gsub("%s+$", "")),
+      })
+    end
+  end
+end
+
+--- Asks it to stop; returns when it has ended.
+---@async
+---@param grace number seconds between TERM and KILL
+---@param reason string
+-- Raises "failed" when something is left.
+function Local:stop(grace, reason)
+  local answer = self:ask("stop", {
+    "--grace",
+    ("%.3f"):format(grace),
+    "--reason",
+    reason,
+    timeout = grace + SHORT,
+  })
+  if answer.code ~= 0 then
+    err.raise({
+      code = "failed",
+      op = "guard",
+      target = self.directory,
+      message = (answer.stderr:gsub("%s+$", "")),
+    })
+  end
+end
+
+return M

@@ -1,0 +1,119 @@
+--- guard: runs a command on this machine under the guard that runs on the workers.
+local err = require("ciranda.io.error")
+local local_guard = require("ciranda.run.local_guard")
+local task = require("ciranda.task")
+
+local M = {
+  summary = "run a command on this machine that outlives this program: ciranda guard -- CMD",
+  description = "CMD runs once, in the present directory and environment, under the guard that runs on the workers: a "
+    .. "stop reaches the programs it is meant for, everything that CMD starts is waited for, and a record says how "
+    .. "it ended. Its output is shown. Ctrl-C or SIGTERM: TERM, time to save, KILL; once more, or a lost terminal, "
+    .. "leaves it running (129), and ciranda guard --name=NAME takes it up. One word is text for a shell; several are "
+    .. "a program and its arguments.",
+  flags = {
+    { name = "CMD", positional = true, many = true, help = "The command, behind --." },
+    { name = "name", help = "What it is called (the present time)." },
+    { name = "detach", type = "boolean", default = false, help = "Start it, and do not wait." },
+    { name = "stop", type = "boolean", default = false, help = "Stop the one of that name." },
+    {
+      name = "grace",
+      type = "duration",
+      default = 300,
+      help = "Time to save between TERM and KILL when you stop it.",
+    },
+    { name = "keep", type = "size", default = 0, help = "Bytes of output that are kept at least (0: all)." },
+  },
+}
+
+--- Exit statuses of this program when it was told to stop, and when it leaves the command alone.
+local STOPPED = { SIGINT = 130, SIGTERM = 143 }
+local DETACHED = 129
+
+---@param context ciranda.cli.Context
+---@param record table?
+---@param stopped string? the signal that this program stopped it for
+---@return integer status
+local function conclude(context, record, stopped)
+  local status = record and math.tointeger(record.status) or 1
+  local words = record and math.tointeger(record.status) and ("exit status %d"):format(status)
+    or "its exit status is not known"
+  if stopped then
+    status = STOPPED[stopped]
+    words = ("stopped by %s; its own %s"):format(stopped, words)
+  end
+  context.finish({
+    kind = stopped and "interrupted" or status == 0 and "done" or "user",
+    status = status,
+    message = (status ~= 0 or stopped) and words or nil,
+  })
+  return status
+end
+
+---@param context ciranda.cli.Context
+---@return integer status
+function M.run(context)
+  local flags = context.flags
+  local words = flags.CMD or {}
+  if #words == 0 and not flags.name then
+    err.raise({ code = "usage", message = "guard needs a command: ciranda guard -- CMD" })
+  end
+  local name = flags.name or os.date("%Y-%m-%d-%H-%M-%S")
+  local guarded = local_guard.named(name)
+  if flags.stop then
+    guarded:status()
+    guarded:stop(flags.grace, "ciranda guard --stop")
+    return 0
+  end
+  if #words > 0 then
+    guarded:start(#words == 1 and words[1] or "exec " .. local_guard.quote(words), {
+      keep = flags.keep > 0 and flags.keep or nil,
+    })
+  else
+    guarded:status()
+  end
+  if flags.detach then
+    context.progress:say("Running as %s; ciranda guard --name=%s shows it, --stop=true ends it", name, name)
+    return 0
+  end
+  local stopped
+  local leave, stop = task.event(), task.event()
+  local remove = context.on_interrupt(function(signal)
+    if signal == "SIGHUP" or stopped then
+      leave:set()
+    elseif STOPPED[signal] then
+      stopped = signal
+      stop:set()
+    end
+    return true
+  end)
+  local record
+  local first = task.race({
+    function()
+      record = guarded:follow(0, function(bytes)
+        io.write(bytes)
+        io.flush()
+      end)
+    end,
+    function()
+      leave:wait()
+    end,
+    function()
+      stop:wait()
+      context.progress:say("%s: TERM, KILL after %g s; once more to leave at once", stopped, flags.grace)
+      guarded:stop(flags.grace, stopped .. " to ciranda guard")
+      task.event():wait()
+    end,
+  })
+  remove()
+  if first == 2 then
+    context.finish({
+      kind = "detached",
+      status = DETACHED,
+      message = ("Detached: ciranda guard --name=%s takes it up again"):format(name),
+    })
+    return DETACHED
+  end
+  return conclude(context, record, stopped)
+end
+
+return M

@@ -1,0 +1,143 @@
+-- The guard on this machine, by itself and under a detached runner.
+local fs = require("ciranda.io.fs")
+local json = require("ciranda.io.json")
+local support = dofile("tests/spec/recipes/support.lua")
+local uv = require("luv")
+
+describe("guard on this machine", function()
+  local place
+
+  setup(function()
+    place = support.place(1, 1)
+  end)
+
+  teardown(function()
+    place:stop()
+    support.ssh.clean()
+  end)
+
+  local function recipe(name, ...)
+    return place:run(name, { ... }, { fleet = false })
+  end
+
+  local function standing(run)
+    local result = recipe("runs", run)
+    assert.equal(0, result.code, result.err)
+    return json.decode(result.out)
+  end
+
+  it("runs a command once, shows its output, returns its status, and can be taken up by its name", function()
+    local marker = place.root .. "/ran"
+    local result =
+      recipe("guard", "--name=g1", "--", ("echo ran >> %s; echo out; echo err >&2; exit 5"):format(marker))
+    assert.equal(5, result.code)
+    assert.equal("out\nerr\n", result.out)
+    assert.matches("exit status 5", result.err, 1, true)
+    local again = recipe("guard", "--name=g1", "--", "echo ran >> " .. marker)
+    assert.equal(1, again.code)
+    assert.equal("ran\n", fs.read(marker))
+    result = recipe("guard", "--name=g1")
+    assert.same({ 5, "out\nerr\n" }, { result.code, result.out })
+    result = recipe("guard", "--name=g2", "--", "printf", "%s|", "a b", "$HOME", "it's")
+    assert.same({ 0, "a b|$HOME|it's|" }, { result.code, result.out })
+    assert.equal(137, recipe("guard", "--name=g3", "--", "kill -9 $$").code)
+    assert.equal(1, recipe("guard", "--name=nobody").code)
+    assert.equal(2, recipe("guard", "--name=../x", "--", "true").code)
+    assert.equal(2, recipe("guard").code)
+  end)
+
+  it(
+    "stops the program and not the shell, on a signal to this program; a lost terminal leaves it running",
+    function()
+      local ready = place.root .. "/ready"
+      local command = (
+        "python3 -c 'import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(7)); "
+        .. 'print("up", flush=True); open("%s", "w").close(); time.sleep(60)\'; true'
+      ):format(ready)
+      local running = place:start("guard", { "--name=s1", "--grace=20", "--", command }, { fleet = false })
+      assert(support.ssh.wait_for(function()
+        return fs.exists(ready)
+      end, 30))
+      uv.kill(running.program.pid, "sighup")
+      local left = running.wait()
+      assert.equal(129, left.code)
+      assert.matches("ciranda guard --name=s1 takes it up again", left.err, 1, true)
+      running = place:start("guard", { "--name=s1", "--grace=20" }, { fleet = false })
+      local shown = ("%s/out.%d"):format(place.root, place.started)
+      assert(support.ssh.wait_for(function()
+        return fs.read(shown) == "up\n"
+      end, 30))
+      uv.kill(running.program.pid, "sigterm")
+      local result = running.wait()
+      assert.equal(143, result.code)
+      assert.matches("stopped by SIGTERM; its own exit status 7", result.err, 1, true)
+      local record = json.decode(fs.read(place.root .. "/state/ciranda/guard/s1/exit"))
+      assert.same({ 7, true, 0 }, { record.status, record.stopped, record.killed })
+    end
+  )
+
+  it("keeps a detached run through the death of its runner, which is started again", function()
+    local run = place:name("away")
+    local over, ran = place.root .. "/over", place.root .. "/runs"
+    fs.write(ran, "")
+    fs.chmod(ran, 438)
+    local result = place:run("multihost_runner", {
+      "--detach",
+      "--RUN_NAME=" .. run,
+      ("--COMMAND=echo run >> %s; echo begun; until [ -e %s ]; do sleep 0.1; done; echo over; exit 6"):format(
+        ran,
+        over
+      ),
+    })
+    assert.equal(0, result.code, result.err)
+    assert.matches(("Detached: run %s goes on"):format(run), result.err, 1, true)
+    assert.matches(("ciranda logs %s --follow"):format(run), result.err, 1, true)
+    local first = standing(run)
+    assert.equal("running", first.state)
+    uv.kill(first.runner.pid, "sigkill")
+    local second
+    assert(support.ssh.wait_for(function()
+      second = standing(run)
+      return second.state == "running" and second.runner.pid ~= first.runner.pid
+    end, 40))
+    fs.write(over, "")
+    assert(support.ssh.wait_for(function()
+      return standing(run).state == "ended"
+    end, 40))
+    assert.same({ 6, "user" }, { standing(run).status, standing(run).kind })
+    assert.equal("run\n", fs.read(ran))
+    assert.equal("begun\nover\n", recipe("logs", run).out)
+    local directory = place.root .. "/state/ciranda/guard/"
+    local name
+    for _, entry in ipairs(fs.list(directory)) do
+      name = entry.name:sub(1, #run) == run and entry.name or name
+    end
+    local record
+    assert(support.ssh.wait_for(function()
+      record = fs.exists(directory .. name .. "/exit") and json.decode(fs.read(directory .. name .. "/exit"))
+      return record
+    end, 40))
+    assert.equal(6, record.status)
+    assert.matches("taking it up again, 1 of 3", fs.read(directory .. name .. "/log"), 1, true)
+  end)
+
+  it("tells at once of a detached runner that cannot start", function()
+    local result = place:run("multihost_runner", {
+      "--detach",
+      "--RUN_NAME=" .. place:name("nothing"),
+      "--SCRIPT_DIR=" .. place.root .. "/not-there",
+      "--COMMAND=true",
+    })
+    assert.is_true(result.code ~= 0)
+    assert.matches("not-there", result.err, 1, true)
+    local simulated = place:run(
+      "run",
+      { "--sim", "multihost_runner", "--detach", "--TPU_PREFIX=a", "--COMMAND=true" },
+      {
+        fleet = false,
+      }
+    )
+    assert.equal(2, simulated.code)
+    assert.matches("that simulated cloud ends with this program", simulated.err, 1, true)
+  end)
+end)
