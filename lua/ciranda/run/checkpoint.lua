@@ -84,7 +84,7 @@ end
 ---@param text string
 ---@return number? seconds
 function M.step_time(text)
-  return tonumber(text:match(".*completed step: %d+, seconds: ([%d.]+)"))
+  return tonumber(text:match("^.*completed step: %d+, seconds: ([%d.]+)"))
 end
 
 --- The step at which processes agreed to save and stop, as Orbax logs it when the coordination service has passed a

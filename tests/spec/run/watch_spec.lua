@@ -393,6 +393,16 @@ the_place_where_it_hangs()
   end)
 end)
 
+describe("run.checkpoint", function()
+  it("reads a piece of a log in time that grows with its length, also where no line is a step's", function()
+    local checkpoint = require("ciranda.run.checkpoint")
+    -- Were it quadratic this would take hours.
+    local piece = (" 00 6b f8 5a d8 f9 f1 79\n"):rep(200000)
+    assert.is_nil(checkpoint.step_time(piece))
+    assert.equal(2.5, checkpoint.step_time(piece .. "completed step: 7, seconds: 2.5\n" .. piece))
+  end)
+end)
+
 describe("run.logs", function()
   local root
   before_each(function()
