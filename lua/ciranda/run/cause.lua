@@ -19,15 +19,12 @@ local PEER_LOST = {
   "RAW: Raising signal 6",
   "Fatal Python error: Aborted",
   "Barrier timed out",
-  -- gRPC's and the coordination service's further words for a peer that does not answer, gloo's for a lost pair, and
-  -- Megascale's for a slice that is gone.
+  -- Further words of gRPC and the coordination service for a peer that does not answer, and gloo's for a lost pair.
   "failed to connect to all addresses",
   "CoordinationServiceError",
   "unhealthy (stopped sending heartbeats)",
   "another task died",
   "Application timeout caused pair closure",
-  "Broken pipe",
-  "slice is unreachable",
 }
 
 --- A consequence may be seen before its cause has been recorded (the cause is still winding up), but not

@@ -32,6 +32,19 @@ describe("run.cause", function()
     assert.equal(2, #verdict.consequences)
   end)
 
+  it("knows the words of the coordination service, gRPC and gloo for a peer that is gone", function()
+    for _, words in ipairs({
+      "Terminating process because the JAX distributed service detected fatal errors. This most likely indicates "
+        .. "that another task died; see the other task logs for more details.",
+      "UNAVAILABLE: failed to connect to all addresses; last error: ipv4:10.0.0.2:8476",
+      "[gloo/transport/tcp/pair.cc:547] Application timeout caused pair closure",
+      "The following tasks are unhealthy (stopped sending heartbeats): /job:jax_worker/task:3",
+    }) do
+      assert.is_true(cause.follows({ worker = worker(0, 0), code = 1, tail = words }), words)
+    end
+    assert.is_false(cause.follows({ worker = worker(0, 0), code = 1, tail = "BrokenPipeError: [Errno 32]" }))
+  end)
+
   it("is the first victim when every failure speaks of a peer", function()
     local verdict = cause.first({
       { worker = worker(0, 0), code = 1, at = 12, tail = "Socket closed" },
