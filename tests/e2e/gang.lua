@@ -16,7 +16,7 @@ local SLICES = math.tointeger(tonumber(os.getenv("CIRANDA_GANG") or (SHORT and 1
 local PER_SLICE = 4
 local MEMBERS = SLICES * PER_SLICE
 local LIMIT = 120 + MEMBERS -- s, for one run
-local STAGE_TIMEOUT = 20 + MEMBERS // 8 -- s, in the run in which one member never answers
+local STAGE_TIMEOUT = 15 + MEMBERS // 8 -- s, in the run in which one member never answers
 local MUTE = MEMBERS // 2 + 1
 
 -- Each says that it has come; the last one opens the door for all.

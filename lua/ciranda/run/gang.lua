@@ -7,7 +7,6 @@ local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
 local checks = require("ciranda.run.checks")
 local err = require("ciranda.io.error")
-local leases = require("ciranda.run.lease")
 local link_of = require("ciranda.fleet.link")
 local nodeset = require("ciranda.fleet.nodeset")
 local task = require("ciranda.task")
@@ -27,8 +26,6 @@ local CLOCKS = 0.05
 --- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
 --- its machine is gone.
 local LOOK_FOR_GONE, SILENT = 2, 3
---- Seconds that the others may take to say who has them, when a gang is refused anyway.
-local LOOK = 20
 --- Logs of ended workers that are fetched at the same time.
 local FETCHES = 32
 --- Seconds without a word after which a worker is not taken for one that is only quiet.
@@ -175,7 +172,7 @@ function M.new(options)
   return gang
 end
 
----@private
+---@package
 function Gang:note(kind, fields)
   local journal = self.options.journal
   if journal then
@@ -226,7 +223,7 @@ function Gang:tell()
 end
 
 --- Runs `step` on every member, or on some, with a deadline each; collects failures.
----@private
+---@package
 ---@param seconds number
 ---@param step fun(member: ciranda.run.GangMember)
 ---@param members ciranda.run.GangMember[]?
@@ -292,7 +289,7 @@ function Gang:everyone(seconds, step, members)
 end
 
 --- Raises the failures of a step as one error.
----@private
+---@package
 function Gang:refuse(failures, what, consequence)
   if #failures == 0 then
     return
@@ -328,159 +325,11 @@ function Gang:refuse(failures, what, consequence)
   })
 end
 
---- The links of all members.
----@private
----@return ciranda.fleet.Link[]
-function Gang:links()
-  local links = {}
-  for place, member in ipairs(self.members) do
-    links[place] = member.attempt.link
-  end
-  return links
-end
-
---- Says what a person should know.
----@private
-function Gang:tell_note(text)
-  if self.options.on_note then
-    self.options.on_note(text)
-  end
-end
-
---- When other runs have workers, who has the others is asked too, so that the message is about all of them.
----@private
----@param failures { member: ciranda.run.GangMember, problem: any }[]
-function Gang:refuse_held(failures)
-  local held, asked = {}, {}
-  for _, failure in ipairs(failures) do
-    if type(failure.problem) == "table" and failure.problem.held then
-      held[failure.member.worker] = failure.problem.held
-    end
-  end
-  if not next(held) then
-    return
-  end
-  for _, member in ipairs(self.members) do
-    if not held[member.worker] then
-      asked[#asked + 1] = member
-    end
-  end
-  -- Who cannot be asked is left out; what is known is reason enough.
-  self:everyone(LOOK, function(member)
-    local holders = self.options.lease:look(member.attempt.link)
-    held[member.worker] = #holders > 0 and holders or nil
-  end, asked)
-  local problem = leases.error(held)
-  problem.message = problem.message .. ". Nothing was started on any worker."
-  error(problem, 0)
-end
-
---- Stages and sets up; `stage` says what is done when it fails.
----@private
-function Gang:stage_all()
-  local options = self.options
-  local seconds = options.stage_timeout or 600
-  local nothing = "Nothing was started on any worker"
-  -- One worker first: a wrong key is told once, a passphrase is asked for once, and of two gangs one goes on.
-  local failures = self:everyone(seconds, function(member)
-    member.attempt:claim()
-  end, { self.members[1] })
-  self:refuse_held(failures)
-  self:refuse(failures, "staged", nothing)
-  failures = self:everyone(seconds, function(member)
-    member.attempt:stage()
-    self:note("staged", {
-      slice = member.worker.slice,
-      worker = member.worker.index,
-      clock_offset = member.attempt.clock_offset,
-    })
-  end)
-  self:refuse_held(failures)
-  self:refuse(failures, "staged", nothing)
-  if options.lease then
-    local void = {}
-    for _, member in ipairs(self.members) do
-      void[member.worker] = member.attempt.facts.void
-    end
-    for _, line in ipairs(leases.void_lines(void)) do
-      self:tell_note(line)
-    end
-  end
-  if options.setup then
-    self:set_up()
-  end
-  local list = {}
-  for place, member in ipairs(self.members) do
-    list[place] = { worker = member.worker, facts = member.attempt.facts }
-  end
-  local odd = checks.odd_ones(list)
-  if #odd > 0 and options.strict_fingerprint then
-    err.raise({
-      code = "precondition",
-      op = "stage",
-      message = ("the workers are not the same: %s. %s."):format(table.concat(odd, "; "), nothing),
-    })
-  end
-  for _, line in ipairs(odd) do
-    self:tell_note("Warning: " .. line)
-  end
-end
-
---- Does the SETUP where it has not been done yet.
----@private
-function Gang:set_up()
-  local setups = require("ciranda.run.setup")
-  local options = self.options
-  local timeout = options.setup.timeout or 1800
-  local directory = setups.directory(options.journal, options.id)
-  local members = {}
-  for _, member in ipairs(self.members) do
-    if not member.attempt.setup_done then
-      members[#members + 1] = member
-    end
-  end
-  local began = uv.hrtime()
-  -- Its own deadline comes first; this one is for a worker that is gone.
-  local failures = self:everyone(timeout + 180, function(member)
-    setups.run(member.attempt, timeout, directory)
-  end, members)
-  self:refuse(failures, "set up", "COMMAND was started on no worker")
-  self:tell_note(
-    ("SETUP: done on %d worker%s%s"):format(
-      #members,
-      #members == 1 and "" or "s",
-      #members == 0 and ", had been done on all before"
-        or (" in %.1f s%s"):format(
-          (uv.hrtime() - began) / 1e9,
-          #members < #self.members and (", had been done on %d before"):format(#self.members - #members) or ""
-        )
-    )
-  )
-end
-
 --- Stages every worker: lease, connection, checks, guard, bundle, directory, SETUP. Nothing is started.
 -- Raises when one cannot be staged: its own error's code, or "deadline"; the message names it and why. The leases are
 -- given back then.
 function Gang:stage()
-  local lease = self.options.lease
-  local scope <close> = task.scope()
-  local keeper = lease
-    and scope:spawn(function()
-      while true do
-        task.sleep(leases.RENEW)
-        lease:renew(self:links())
-      end
-    end)
-  local ok, problem = pcall(self.stage_all, self)
-  if keeper then
-    keeper:cancel("staged")
-  end
-  if not ok then
-    if lease then
-      task.shield(lease.release, lease, self:links())
-    end
-    error(problem, 0)
-  end
+  require("ciranda.run.muster").stage(self)
 end
 
 --- Takes up an attempt that an earlier runner started: nothing is staged, and what was started is not started again.
