@@ -24,6 +24,11 @@ M.flags = {
   { name = "PATHS", positional = true, many = true, help = "What to copy, and last where to." },
   { name = "recurse", type = "boolean", default = false, help = "Directories with everything in them." },
   {
+    name = "via",
+    help = "gs://BUCKET/DIRECTORY: to workers, directories go there once and each worker fetches them by its own service "
+      .. "account; one that cannot gets them over its connection.",
+  },
+  {
     name = "batch-size",
     help = "How many workers at once, or all (all). The first batch that fails is the last.",
   },
@@ -52,7 +57,7 @@ end
 
 --- What the words mean.
 ---@param words string[]
----@return { name: string, sources: string[], target: string, push: boolean }
+---@return { name: string, sources: string[], target: string, push: boolean, via: string?, on_note: function? }
 local function plan(words)
   if #words < 2 then
     usage("what to copy, and where to? ciranda scp FILE NAME:PATH, or NAME:PATH DIRECTORY")
@@ -112,6 +117,10 @@ end
 
 --- Copies one source to a part of the fleet. As in scp, what exists as a directory is copied into.
 local function push(part, source, copy, on_result)
+  local options = { on_result = on_result }
+  if copy.via and fs.stat(source).type == "directory" then
+    options.via, options.on_note = copy.via, copy.on_note
+  end
   local kinds = kinds_of(part, copy.target)
   local name = last_part(source)
   local groups, collected = { into = {}, onto = {} }, {}
@@ -137,7 +146,7 @@ local function push(part, source, copy, on_result)
   for how, workers in pairs(groups) do
     if #workers > 0 then
       local target = how == "into" and name and copy.target:gsub("(.)/+$", "%1") .. "/" .. name or copy.target
-      for _, result in ipairs(part:select(workers):push(source, target, { on_result = on_result })) do
+      for _, result in ipairs(part:select(workers):push(source, target, options)) do
         table.insert(collected, result)
       end
     end
@@ -207,6 +216,13 @@ function M.run(context)
   local copy = plan(flags.PATHS or {})
   if copy.push then
     check_directories(copy, nil, flags.recurse)
+  end
+  if flags.via and not (copy.push and flags.recurse) then
+    usage("--via is for directories to workers: --recurse DIRECTORY NAME:PATH")
+  end
+  copy.via = flags.via
+  copy.on_note = function(text)
+    progress:say("%s", text)
   end
   local found <close> = named_target.open(context, copy.name, {})
   found.login()

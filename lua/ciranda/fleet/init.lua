@@ -273,8 +273,10 @@ end
 --- Pushes a file to every worker, or a directory with everything in it.
 ---@param source string a local path
 ---@param destination string a path on the workers, relative to the login directory unless absolute
----@param options { mode: integer?, limit: integer?, on_result: fun(result: ciranda.fleet.Result)? }? mode of a file
----  (its own); on_result: called as each worker has it
+---@param options { mode: integer?, limit: integer?, on_result: fun(result: ciranda.fleet.Result)?, via: string?,
+---  on_note: fun(text: string)? }? mode of a file (its own); on_result: called as each worker has it; via: of a
+---  directory, "gs://BUCKET/DIRECTORY" from which the workers fetch it by themselves; a worker that cannot gets it
+---  over its connection, which on_note is told
 ---@return ciranda.fleet.Results
 function Fleet:push(source, destination, options)
   return require("ciranda.fleet.transfer").push(self, source, destination, options or {})

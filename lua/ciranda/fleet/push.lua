@@ -42,6 +42,21 @@ local UNPACK = [[umask=$(umask); umask 077; cat > {archive} && [ $(wc -c < {arch
   .. [[mkdir -p {destination} && tar -xzpf {archive} --no-same-owner -C {destination}; ]]
   .. [[status=$?; rm -f {archive}; exit $status]]
 
+--- What keeps a worker from fetching is told by this status; it then gets the archive over its connection.
+local NOT_FETCHED = 90
+
+-- The worker's own service account, so that no token of ours leaves this machine; the worker's token is given to curl
+-- on its standard input and so is not in its list of processes.
+local FETCH = [[umask=$(umask); umask 077; ]]
+  .. [[token=$(curl -sf --max-time 10 -H "Metadata-Flavor: Google" ]]
+  .. [["http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/service-accounts/default/token" ]]
+  .. [[| sed -n "s/.*\"access_token\" *: *\"\([^\"]*\)\".*/\1/p"); ]]
+  .. [[{ [ -z "$token" ] || printf "header = \"Authorization: Bearer %s\"\n" "$token"; } | ]]
+  .. [[curl -sSf --max-time {patience} -K - -o {archive} {url} && ]]
+  .. [[[ "$(sha256sum < {archive} | cut -c1-64)" = {sum} ] || { rm -f {archive}; exit {refusal}; }; ]]
+  .. [[umask $umask && mkdir -p {destination} && tar -xzpf {archive} --no-same-owner -C {destination}; ]]
+  .. [[status=$?; rm -f {archive}; exit $status]]
+
 ---@param text string
 ---@return string one word for sh
 local function quote(text)
@@ -64,6 +79,7 @@ end
 ---@field directory string for archives
 ---@field level integer of gzip
 ---@field manifest ciranda.archive.Manifest
+---@field bucket ciranda.fleet.Bucket? where workers fetch archives
 ---@field private lock ciranda.task.Semaphore
 ---@field private made table<string, any>
 local Parcel = {}
@@ -211,19 +227,66 @@ function Parcel:reader(part)
   end
 end
 
+---@class ciranda.fleet.Bucket a place in Cloud Storage that archives go by
+---@field storage ciranda.gcp.Storage
+---@field name string
+---@field prefix string "" or ending in "/"
+---@field put table<string, boolean> objects that are ours to delete
+
+--- A place "gs://BUCKET/DIRECTORY" as archives' way.
+---@param address string
+---@return ciranda.fleet.Bucket
+-- Raises "usage" for what is no such place.
+local function bucket_of(address)
+  local storages = require("ciranda.gcp.storage")
+  local name, prefix = storages.parse(address)
+  prefix = prefix:gsub("/+$", "")
+  return {
+    storage = storages.connect(),
+    name = name,
+    prefix = prefix ~= "" and prefix .. "/" or "",
+    put = {},
+  }
+end
+
+--- The archive's object, put there once; its name is its content's, so one that is there already is right.
+---@private
+---@return string url
+function Parcel:object(part)
+  local bucket = self.bucket
+  local name = ("%sciranda-push-%s.tar.gz"):format(bucket.prefix, part.archive_sha256)
+  return self:once("object " .. name, function()
+    if not bucket.storage:stat(bucket.name, name) then
+      bucket.storage:upload(bucket.name, name, { path = part.archive })
+      bucket.put[name] = true
+    end
+    return bucket.storage:media_url(bucket.name, name)
+  end)
+end
+
 --- Bring one worker what it misses.
 ---@private
+---@return table answer of the command that unpacked it
+---@return string? note why it did not come by the bucket
 function Parcel:deliver(connection)
   local part = self:archive_without(self:found_by(connection))
+  local patience = PATIENCE + part.archive_size / SLOWEST
   local values = {
     archive = (".ciranda-push-%s.tar.gz"):format(crypto.hex(crypto.random(6))),
     destination = quote(self.destination),
     size = tostring(part.archive_size),
   }
-  return connection:exec(command(UNPACK, values), {
-    stdin = self:reader(part),
-    timeout = PATIENCE + part.archive_size / SLOWEST,
-  })
+  local note
+  if self.bucket then
+    values.url, values.sum = quote(self:object(part)), part.archive_sha256
+    values.patience, values.refusal = ("%d"):format(patience), tostring(NOT_FETCHED)
+    local answer = connection:exec(command(FETCH, values), { timeout = patience + PATIENCE })
+    if answer.code ~= NOT_FETCHED then
+      return answer
+    end
+    note = answer.stderr:match("[^\n]+") or "what it fetched was not what was put there"
+  end
+  return connection:exec(command(UNPACK, values), { stdin = self:reader(part), timeout = patience }), note
 end
 
 --- Push a directory with everything in it. See `fleet:push`.
@@ -231,13 +294,17 @@ end
 ---@param fleet ciranda.Fleet
 ---@param source string
 ---@param destination string
----@param options { limit: integer?, on_result: function? }
+---@param options { limit: integer?, on_result: function?, via: string?, on_note: fun(text: string)? }
 ---@return ciranda.fleet.Results
 function M.directory(fleet, source, destination, options)
+  local bucket = options.via and bucket_of(options.via)
   local temporary = fs.tempdir("ciranda-push")
   local _ <close> = setmetatable({}, {
     __close = function()
       fs.remove_tree(temporary)
+      for name in pairs(bucket and bucket.put or {}) do
+        pcall(bucket.storage.delete, bucket.storage, bucket.name, name)
+      end
     end,
   })
   local parcel = setmetatable({
@@ -247,12 +314,23 @@ function M.directory(fleet, source, destination, options)
     manifest = archive.walk(source, function()
       return "keep"
     end),
+    bucket = bucket,
     lock = task.semaphore(1),
     made = {},
   }, Parcel)
-  return fleet:gather_results(function(_, link)
+  return fleet:gather_results(function(worker, link)
     return link:use(function(connection)
-      local answer = parcel:deliver(connection)
+      local answer, note = parcel:deliver(connection)
+      if note and options.on_note then
+        options.on_note(
+          ("slice %d worker %d could not fetch from %s (%s): it got the files over its connection"):format(
+            worker.slice,
+            worker.index,
+            options.via,
+            note
+          )
+        )
+      end
       return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
     end)
   end, options.limit, options.on_result)

@@ -10,16 +10,23 @@ local M = {}
 ---@param fleet ciranda.Fleet
 ---@param source string
 ---@param destination string
----@param options { mode: integer?, limit: integer?, on_result: function? }
+---@param options { mode: integer?, limit: integer?, on_result: function?, via: string?, on_note: function? }
 ---@return ciranda.fleet.Results
 function M.push(fleet, source, destination, options)
-  err.check_options(options, { mode = true, limit = true, on_result = true }, "fleet:push", 3)
+  err.check_options(
+    options,
+    { mode = true, limit = true, on_result = true, via = true, on_note = true },
+    "fleet:push",
+    3
+  )
   local stat = fs.stat(source)
   if stat.type == "directory" then
     if options.mode then
       err.misuse(3, "fleet:push: 'mode' is for a file, and %s is a directory", source)
     end
     return require("ciranda.fleet.push").directory(fleet, source, destination, options)
+  elseif options.via then
+    err.misuse(3, "fleet:push: 'via' is for a directory, and %s is a file", source)
   end
   return fleet:gather_results(function(_, link)
     link:use(function(connection)

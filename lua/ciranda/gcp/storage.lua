@@ -82,6 +82,14 @@ local function object_url(self, bucket, name)
   return ("%sstorage/v1/b/%s/o/%s"):format(self.endpoint, url.escape(bucket), url.escape(name))
 end
 
+--- Where an object's bytes are, for a program that fetches them by itself.
+---@param bucket string
+---@param name string
+---@return string
+function Storage:media_url(bucket, name)
+  return object_url(self, bucket, name) .. "?alt=media"
+end
+
 --- What messages call an object.
 local function shown(bucket, name)
   return ("gs://%s/%s"):format(bucket, name)

@@ -6,7 +6,7 @@ describe("scp", function()
   local cloud, code
 
   setup(function()
-    cloud = support.start({ slices = 1, type = "v5litepod-16", prefix = "job" })
+    cloud = support.start({ slices = 1, type = "v5litepod-16", prefix = "job", buckets = { "bucket" } })
     code = cloud.root .. "/code"
     fs.write(code .. "/run.sh", "echo run\n", { mode = 493 })
     fs.write(code .. "/a:b", "colon\n")
@@ -83,6 +83,42 @@ describe("scp", function()
       end
     end
   )
+
+  it("lets the workers fetch a directory from a bucket, which is left as it was; who cannot gets it directly", function()
+    fs.mkdir(code .. "/by")
+    fs.write(code .. "/by/big", ("0123456789abcdef"):rep(65536))
+    local result = cloud:run("scp", "--recurse", "by", "job:", "--worker=all", "--via=gs://bucket/tmp")
+    assert.equal(0, result.code, result.err)
+    assert.is_nil(result.err:find("could not fetch", 1, true), result.err)
+    local gets = 0
+    for _, request in ipairs(cloud:requests()) do
+      if request.path:find("/o/tmp%2Fciranda%-push%-") and request.method == "GET" then
+        gets = gets + 1
+      end
+    end
+    assert.is_true(gets >= 4, gets .. " requests for the archive")
+    assert.equal(
+      ("1048576 by/big\n"):rep(4),
+      on_workers("stat -c '%s %n' by/big"):gsub("[^\n]*(1048576 by/big\n)", "%1")
+    )
+    -- No object is left, and nothing in the workers' homes.
+    local listed = cloud:run("eval", [[
+      local objects = require("ciranda.gcp.storage").connect():list("bucket", {})
+      print(#objects)]])
+    assert.equal("0\n", listed.out, listed.err)
+    assert.is_nil(on_workers("ls -a"):find("ciranda-push", 1, true))
+    -- A worker that cannot fetch: its metadata server, and so its credentials, are fine, but curl is not what it was.
+    on_workers("mkdir -p bin && printf '#!/bin/sh\\nexit 6\\n' > bin/curl && chmod 755 bin/curl && "
+      .. "echo 'export PATH=$HOME/bin:$PATH' > .bashrc")
+    fs.write(code .. "/by/more", "more\n")
+    result = cloud:run("scp", "--recurse", "by", "job:", "--worker=all", "--via=gs://bucket/tmp")
+    on_workers("rm -rf bin .bashrc")
+    assert.equal(0, result.code, result.err)
+    assert.matches("slice 0 worker 0 could not fetch from gs://bucket/tmp", result.err, 1, true)
+    assert.matches("more", on_workers("cat by/more"), 1, true)
+    assert.equal(2, cloud:run("scp", "run.sh", "job:", "--via=gs://bucket").code)
+    assert.equal(2, cloud:run("scp", "--recurse", "by", "job:", "--via=gs://").code)
+  end)
 
   it("expands patterns on each worker, and says where nothing matches", function()
     on_workers(
