@@ -25,8 +25,8 @@ M.flags = {
   { name = "recurse", type = "boolean", default = false, help = "Directories with everything in them." },
   {
     name = "via",
-    help = "gs://BUCKET/DIRECTORY: to workers, directories go there once and each worker fetches them by its own service "
-      .. "account; one that cannot gets them over its connection.",
+    help = "gs://BUCKET/DIRECTORY: to workers, directories go there once, and each worker fetches them by its own "
+      .. "service account; one that cannot gets them over its connection.",
   },
   {
     name = "batch-size",

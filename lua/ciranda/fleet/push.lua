@@ -49,7 +49,8 @@ local NOT_FETCHED = 90
 -- on its standard input and so is not in its list of processes.
 local FETCH = [[umask=$(umask); umask 077; ]]
   .. [[token=$(curl -sf --max-time 10 -H "Metadata-Flavor: Google" ]]
-  .. [["http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/service-accounts/default/token" ]]
+  .. [["http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/]]
+  .. [[service-accounts/default/token" ]]
   .. [[| sed -n "s/.*\"access_token\" *: *\"\([^\"]*\)\".*/\1/p"); ]]
   .. [[{ [ -z "$token" ] || printf "header = \"Authorization: Bearer %s\"\n" "$token"; } | ]]
   .. [[curl -sSf --max-time {patience} -K - -o {archive} {url} && ]]
@@ -279,7 +280,7 @@ function Parcel:deliver(connection)
   local note
   if self.bucket then
     values.url, values.sum = quote(self:object(part)), part.archive_sha256
-    values.patience, values.refusal = ("%d"):format(patience), tostring(NOT_FETCHED)
+    values.patience, values.refusal = ("%d"):format(math.ceil(patience)), tostring(NOT_FETCHED)
     local answer = connection:exec(command(FETCH, values), { timeout = patience + PATIENCE })
     if answer.code ~= NOT_FETCHED then
       return answer
