@@ -69,8 +69,10 @@ local M = {
 }
 table.move(bundle.flags, 1, #bundle.flags, #M.flags + 1, M.flags)
 
---- The run's name, which is the queued resource's too.
-local function run_name(context)
+--- The run's name, which is the queued resource's too: RUN_NAME made legal, else the user's name and the present time.
+---@param context ciranda.cli.Context
+---@return string
+function M.run_name(context)
   local given = context.flags.RUN_NAME
   local name = job.legal_name(
     given
@@ -176,7 +178,7 @@ end
 ---@return integer status
 function M.run(context)
   local flags, progress = context.flags, context.progress
-  local run = run_name(context)
+  local run = M.run_name(context)
   local request, global = make_request(flags, run)
   local tpu = require("ciranda.gcp.tpu").connect({
     project = flags.PROJECT or global.project,

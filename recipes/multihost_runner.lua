@@ -155,10 +155,11 @@ for _, flag in ipairs({
   table.insert(M.flags, flag)
 end
 
---- The name of the run.
+--- The name of the run: RUN_NAME, else the present time.
 ---@param context ciranda.cli.Context
 ---@return string
-local function run_name(context)
+-- Raises "usage" for a name that cannot be one.
+function M.run_name(context)
   local flags = context.flags
   if flags.USE_EXISTING_FOLDER and not context.given.RUN_NAME then
     err.raise({ code = "usage", message = "--USE_EXISTING_FOLDER needs --RUN_NAME: which folder?" })
@@ -230,7 +231,7 @@ end
 ---@return integer status
 function M.run(context, hooks)
   local flags = context.flags
-  local run = run_name(context)
+  local run = M.run_name(context)
   local hooks_of_user = flags.HOOKS and run_hooks.load(flags.HOOKS) or nil
   if flags.detach then
     return require("ciranda.run.detach").run(context, run)

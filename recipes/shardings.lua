@@ -1,5 +1,6 @@
 --- shardings: checks a sharding against the slices, then runs MaxText's shardings example on all of them.
 local err = require("ciranda.io.error")
+local framework = require("ciranda.run.framework")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local mesh = require("ciranda.mesh")
@@ -77,25 +78,15 @@ for _, flag in ipairs(runner.flags) do
   end
 end
 
----@param text string
----@return string
-local function quote(text)
-  return text:match("^[%w_./=-]+$") and text or "'" .. text:gsub("'", "'\\''") .. "'"
-end
-
 --- The command that finds the example on the worker and becomes it.
 ---@param arguments string[]
 ---@param program string?
 ---@return string
 function M.command(arguments, program)
-  local words = {}
-  for place, word in ipairs(arguments) do
-    words[place] = quote(word)
-  end
-  local tail = table.concat(words, " ")
+  local tail = framework.quote(arguments)
   if program then
     local how = program:match("%.py$") and "python3 " or "python3 -m "
-    return ("exec %s%s %s"):format(how, quote(program), tail)
+    return ("exec %s%s %s"):format(how, framework.quote({ program }), tail)
   end
   return table.concat({
     ("for module in %s; do"):format(table.concat(MODULES, " ")),
@@ -106,37 +97,6 @@ function M.command(arguments, program)
     'echo "MaxText\'s shardings example is not here: send its repository (--SCRIPT_DIR), or say --PROGRAM" >&2;',
     "exit 127",
   }, " ")
-end
-
---- The slices of a fleet as it was chosen.
----@param found ciranda.run.Target
----@param type_given string?
----@return table[]
-local function live_slices(found, type_given)
-  local counts = {}
-  for _, worker in ipairs(found.fleet:workers()) do
-    counts[worker.slice] = (counts[worker.slice] or 0) + 1
-  end
-  local live = {}
-  for _, slice in ipairs(found.slices) do
-    if counts[slice.index] then
-      local accelerator = slice.accelerator or type_given
-      if not accelerator then
-        err.raise({
-          code = "usage",
-          message = "the fleet does not say what its slices are; give --TPU_TYPE, such as v5litepod-16",
-        })
-      end
-      live[#live + 1] = {
-        index = slice.index,
-        name = slice.name,
-        accelerator = accelerator,
-        topology = slice.topology,
-        workers = counts[slice.index],
-      }
-    end
-  end
-  return live
 end
 
 --- Checks the sizes.
@@ -160,14 +120,11 @@ local function check(context, slices, accelerator)
     end
   end
   values.profiler_path = flags.profiler_path
-  local ok, fits = pcall(mesh.check.shardings, { slices = slices, type = accelerator, values = values })
-  if not ok then
-    if err.is(fits, "invalid", "usage") then
-      err.raise({ code = "usage", op = "shardings", message = fits.message, cause = fits })
-    end
-    error(fits, 0)
-  end
-  return fits
+  return framework.fits(
+    "shardings",
+    mesh.check.shardings,
+    { slices = slices, type = accelerator, values = values }
+  )
 end
 
 --- What was checked, as lines.
@@ -445,8 +402,14 @@ function M.run(context)
   local fits, collector
   return runner.run(context, {
     command = function(found)
-      local live = live_slices(found, flags.TPU_TYPE)
-      fits = check(context, live, live[1].accelerator)
+      local live, accelerator = framework.live_slices(found, flags.TPU_TYPE)
+      if not accelerator then
+        err.raise({
+          code = "usage",
+          message = "the fleet does not say what its slices are; give --TPU_TYPE, such as v5litepod-16",
+        })
+      end
+      fits = check(context, live, accelerator)
       if flags.plan then
         show_plan(context, fits)
         return nil

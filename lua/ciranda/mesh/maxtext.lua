@@ -46,10 +46,15 @@ local PARAMETERS = {
   "autoregressive",
 }
 
+--- The names of all parallelism parameters.
+M.parameters = {}
 local KNOWN = {}
 for _, name in ipairs(PARAMETERS) do
-  KNOWN[("ici_%s_parallelism"):format(name)] = 1
-  KNOWN[("dcn_%s_parallelism"):format(name)] = 1
+  for _, side in ipairs({ "ici", "dcn" }) do
+    local whole = ("%s_%s_parallelism"):format(side, name)
+    KNOWN[whole] = 1
+    table.insert(M.parameters, whole)
+  end
 end
 KNOWN.ici_fsdp_parallelism = -1
 KNOWN.dcn_data_parallelism = -1
