@@ -40,6 +40,9 @@
  *    server answers, only once the user is authenticated, and count silence.
  * 8. One session may not hold up the others: a pump reads CIR_SSH_ALLOWANCE bytes at most, and all
  *    pumps of a turn share CIR_SSH_TURN_NS; the rest is done on the next turn.
+ * 9. A packet of ChaCha20-Poly1305 that fails its check is taken for a packet of type 1 (1.11.1):
+ *    its reader decrypts the same bytes again, for ever, with new memory each time. No more memory
+ *    than CIR_SSH_UNREAD is given out between two reads or writes; then the session is dead.
  *
  * Lua is called from the pump, never from inside libssh2 and never from inside a call from Lua:
  * such a call only writes down what is wanted and schedules the pump.
@@ -62,6 +65,7 @@
 
 enum {
   CIR_SSH_READ = 64 * 1024,         /* the largest piece of output given to Lua */
+  CIR_SSH_UNREAD = 4 << 20,         /* bytes for what one read has brought: 35,000 at most */
   CIR_SSH_ALLOWANCE = 256 * 1024,   /* received bytes a pump */
   CIR_SSH_TURN_NS = 6 * 1000000,    /* for all pumps between two looks at the sockets */
   CIR_SSH_OUT_FULL = 128 * 1024,    /* unsent bytes from which channels wait */
@@ -207,6 +211,7 @@ struct cir_ssh_session {
   uint64_t keepalive, next_tick, heard; /* milliseconds; `received` at the last tick */
   unsigned missed, most_missed;
   size_t allowance;
+  size_t given;               /* memory given out since the last read or write (rule 9) */
   int io_error;               /* what the transport said: a negative errno, 1 for the end, 0 */
   uint32_t confirmed_channel; /* our number of the channel opened last */
   char disconnect[200];       /* the peer's parting words */

@@ -77,7 +77,13 @@ void *cir_ssh_allocate(cir_ssh_session *session, size_t size) {
 }
 
 static LIBSSH2_ALLOC_FUNC(on_alloc) {
-  return cir_ssh_allocate(*abstract, count);
+  cir_ssh_session *session = *abstract;
+  session->given += count;
+  if (session->given > CIR_SSH_UNREAD) { /* rule 9 */
+    session->io_error = -EBADMSG;
+    return NULL;
+  }
+  return cir_ssh_allocate(session, count);
 }
 
 static LIBSSH2_REALLOC_FUNC(on_realloc) {
@@ -139,6 +145,7 @@ static LIBSSH2_FREE_FUNC(on_free) {
 /* Rule 1: everything is taken, into `out`. */
 static LIBSSH2_SEND_FUNC(on_send) {
   cir_ssh_session *session = *abstract;
+  session->given = 0;
   (void)socket;
   (void)flags;
   if (session->transport == NULL)
@@ -153,6 +160,7 @@ static LIBSSH2_SEND_FUNC(on_send) {
 
 static LIBSSH2_RECV_FUNC(on_receive) {
   cir_ssh_session *session = *abstract;
+  session->given = 0;
   (void)socket;
   (void)flags;
   session->unread = false;
@@ -240,6 +248,9 @@ cir_ssh_progress cir_ssh_die_of(cir_ssh_session *session, const char *phase, int
   else if (session->io_error == -ENOBUFS)
     cir_ssh_fault_set(&fault, "protocol", phase,
                       "the peer asks for answers and does not read them");
+  else if (session->io_error == -EBADMSG)
+    cir_ssh_fault_set(&fault, "protocol", phase,
+                      "what arrived is not what the server sent: a packet failed its check");
   else if (session->io_error < 0)
     cir_ssh_fault_set(&fault, cir_code_of_uv(session->io_error), phase, "the connection failed: %s",
                       uv_strerror(session->io_error));

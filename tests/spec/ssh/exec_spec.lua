@@ -285,6 +285,42 @@ describe("a command", function()
     assert.is_true(both.stdout == ("b"):rep(size))
   end)
 
+  it("whose bytes are damaged on their way fails at once, whatever the cipher", function()
+    for _, cipher in ipairs({ "chacha20-poly1305@openssh.com", "aes128-gcm@openssh.com", "aes256-ctr" }) do
+      local other <close> = support.server({ config = { "Ciphers " .. cipher } })
+      -- Between the two: one bit is turned over after 300 kB.
+      local relay <close> = support.tcp(function(near)
+        local far, passed = uv.new_tcp(), 0
+        far:connect(other.address, other.port, function()
+          near:read_start(function(_, bytes)
+            if bytes then
+              far:write(bytes)
+            elseif not far:is_closing() then
+              far:close()
+            end
+          end)
+          far:read_start(function(_, bytes)
+            if not bytes or near:is_closing() then
+              return
+            end
+            local at = 300000 - passed
+            passed = passed + #bytes
+            if at > 0 and at <= #bytes then
+              bytes = bytes:sub(1, at - 1) .. string.char(bytes:byte(at) ~ 1) .. bytes:sub(at + 1)
+            end
+            near:write(bytes)
+          end)
+        end)
+      end)
+      local options = other:options()
+      options.address, options.port = relay.address, relay.port
+      local damaged <close> = ssh.connect(options)
+      local ok, err = pcall(damaged.exec, damaged, "head -c 2000000 /dev/zero", { timeout = 30 })
+      assert.is_false(ok, cipher)
+      assert.equal("protocol", err.code, cipher .. ": " .. tostring(err))
+    end
+  end)
+
   it("is noticed as lost when the server is stopped, with its words", function()
     local stopped = ssh.connect(server:options({ keepalive = { interval = 0.3, count = 3 } }))
     local channel <close> = stopped:start("sleep 20")
