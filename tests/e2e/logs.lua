@@ -1,0 +1,184 @@
+--- e2e-logs: the workers' logs through forced disconnects. The workers are the simulator's (real sshds, real guards),
+--- each behind a TCP relay of this program that cuts its connections after a drawn number of bytes. COMMAND prints
+--- lines that nobody could guess and keeps a copy of every byte; the runner's files must be those copies. The last
+--- line is JSON.
+local fs = require("ciranda.io.fs")
+local http = require("ciranda.io.http")
+local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
+local sim = require("ciranda.sim")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+local SCRATCH = assert(arg[1], "a scratch directory is expected")
+local SHORT = os.getenv("CIRANDA_SHORT") ~= nil
+local WORKERS = math.tointeger(tonumber(os.getenv("CIRANDA_WORKERS") or (SHORT and 8 or 64)))
+local CUTS = math.tointeger(tonumber(os.getenv("CIRANDA_CUTS") or (SHORT and 5 or 20)))
+local PER_SLICE = 4
+local LIMIT = 120 + WORKERS * CUTS -- s, for everything
+local FEWEST, MOST = 15000, 60000 -- bytes that a connection brings before it is cut, its handshake among them
+
+assert(WORKERS and WORKERS % PER_SLICE == 0, "CIRANDA_WORKERS is a multiple of 4")
+assert(CUTS and CUTS > 0, "CIRANDA_CUTS is a number of disconnects")
+
+local cutting = false -- from the moment that COMMAND runs
+
+--- A relay to a worker. Connections are cut while there are fewer than CUTS cuts.
+local function relay_to(address, port)
+  local relay = { cuts = 0, server = uv.new_tcp() }
+  assert(relay.server:bind("127.0.0.1", 0))
+  relay.port = relay.server:getsockname().port
+  assert(relay.server:listen(64, function(problem)
+    assert(not problem, problem)
+    local near, far = uv.new_tcp(), uv.new_tcp()
+    relay.server:accept(near)
+    local left = math.random(FEWEST, MOST)
+    local function close()
+      for _, handle in ipairs({ near, far }) do
+        if not handle:is_closing() then
+          handle:close()
+        end
+      end
+    end
+    local function pass(from, to, count)
+      from:read_start(function(trouble, bytes)
+        if trouble or not bytes then
+          return close()
+        end
+        if count and cutting and relay.cuts < CUTS then
+          left = left - #bytes
+          if left < 0 then
+            relay.cuts = relay.cuts + 1
+            -- A part of what came still arrives: the cut is in the middle of a packet.
+            return to:write(bytes:sub(1, #bytes // 2), close)
+          end
+        end
+        to:write(bytes)
+      end)
+    end
+    far:connect(address, port, function(trouble)
+      if trouble then
+        return close()
+      end
+      pass(near, far)
+      pass(far, near, true)
+    end)
+  end))
+  return relay
+end
+
+local function api(simulator, method, path, body)
+  local token = fs.read(simulator.env.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+")
+  local response = http.request({
+    method = method,
+    url = simulator.url .. path,
+    headers = { Authorization = "Bearer " .. token, ["Content-Type"] = "application/json" },
+    body = body and json.encode(body),
+    timeout = 30,
+  })
+  assert(response.status == 200, ("%s %s: HTTP %d"):format(method, path, response.status))
+  return json.decode(response.body)
+end
+
+--- Relays to all workers, their lines for a hosts file and for known_hosts.
+local function relays(simulator)
+  local parent = ("/v2/projects/%s/locations/%s/nodes"):format(
+    simulator.env.CLOUDSDK_CORE_PROJECT,
+    simulator.env.CLOUDSDK_COMPUTE_ZONE
+  )
+  local list, hosts, known = {}, {}, {}
+  for _, node in ipairs(api(simulator, "GET", parent).nodes) do
+    local slice = tonumber(node.name:match("%-(%d+)$") or 0)
+    local attributes = api(simulator, "POST", "/v2/" .. node.name .. ":getGuestAttributes", {
+      queryPath = "hostkeys/",
+    }).guestAttributes
+    for place, endpoint in ipairs(node.networkEndpoints) do
+      local relay = relay_to(endpoint.ipAddress, math.tointeger(tonumber(simulator.env.CIRANDA_SSH_PORT)))
+      relay.slice, relay.worker = slice, place - 1
+      list[#list + 1] = relay
+      hosts[#hosts + 1] = ("127.0.0.1 slice=%d worker=%d port=%d\n"):format(slice, place - 1, relay.port)
+      for _, item in ipairs(attributes[place].queryValue.items) do
+        known[#known + 1] = ("[127.0.0.1]:%d %s %s\n"):format(relay.port, item.key, item.value)
+      end
+    end
+  end
+  fs.write(SCRATCH .. "/hosts", table.concat(hosts))
+  fs.write(SCRATCH .. "/home/.ssh/known_hosts", table.concat(known))
+  return list
+end
+
+local function measure()
+  local key = SCRATCH .. "/home/.ssh/google_compute_engine"
+  fs.mkdir_p(SCRATCH .. "/home/.ssh", 448)
+  fs.mkdir_p(SCRATCH .. "/source")
+  process.run({ "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key, timeout = 60 }):check()
+  local user = uv.os_get_passwd().username
+  local simulator <close> = sim.start({
+    slices = WORKERS // PER_SLICE,
+    prefix = "logs",
+    ssh_keys = user .. ":" .. fs.read(key .. ".pub"):match("^[^\n]+"),
+  })
+  local shared = simulator.env.CIRANDA_SIM_SHARED
+  local list = relays(simulator)
+  assert(#list == WORKERS, ("%d workers, not %d"):format(#list, WORKERS))
+  local out = assert(uv.fs_open(SCRATCH .. "/said", "w", 384))
+  local runner <close> = process.spawn({
+    BINARY,
+    "multihost_runner",
+    "--HOSTS_FILE=" .. SCRATCH .. "/hosts",
+    "--ssh-user=" .. user,
+    "--ssh-key=" .. key,
+    "--RUN_NAME=cut",
+    "--SCRIPT_DIR=" .. SCRATCH .. "/source",
+    "--FOLLOW=all",
+    ("--COMMAND=until [ -e %s/enough ]; do head -c 1500 /dev/urandom | od -An -tx1; sleep 0.05; done "):format(shared)
+      .. ("| tee %s/$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID.bytes"):format(shared),
+    stdout = out,
+    stderr = out,
+  })
+  uv.fs_close(out)
+  local scope <close> = task.scope()
+  local ended
+  local waiting = scope:spawn(function()
+    ended = runner:wait()
+  end)
+  while not ended do
+    local fewest, begun = math.huge, 0
+    for _, relay in ipairs(list) do
+      fewest = math.min(fewest, relay.cuts)
+      begun = begun + (fs.exists(("%s/%d.%d.bytes"):format(shared, relay.slice, relay.worker)) and 1 or 0)
+    end
+    cutting = cutting or begun == WORKERS
+    if fewest >= CUTS and not fs.exists(shared .. "/enough") then
+      fs.write(shared .. "/enough", "")
+    end
+    task.sleep(0.1)
+  end
+  waiting:wait()
+  local said = fs.read(SCRATCH .. "/said"):sub(-2000)
+  assert(ended.code == 0, ("the run ended with %s: %s"):format(ended.code, said))
+  local result = { workers = #list, disconnects = 0, identical = 0, lost_bytes = 0, doubled_bytes = 0, bytes = 0 }
+  for _, relay in ipairs(list) do
+    local written = fs.read(("%s/%d.%d.bytes"):format(shared, relay.slice, relay.worker))
+    local here = fs.read(
+      ("%s/tmp/cut/output_slice_%04d_worker_%04d.txt"):format(SCRATCH, relay.slice, relay.worker)
+    )
+    result.disconnects = result.disconnects + relay.cuts
+    result.bytes = result.bytes + #written
+    if written == here then
+      result.identical = result.identical + 1
+    else
+      -- Equal lengths that differ: something is missing, and something is there in its place.
+      result.lost_bytes = result.lost_bytes + math.max(#written - #here, #written == #here and 1 or 0)
+      result.doubled_bytes = result.doubled_bytes + math.max(#here - #written, #written == #here and 1 or 0)
+    end
+    relay.server:close()
+  end
+  return result
+end
+
+local result = task.timeout(LIMIT, measure)
+print(json.encode(result))
+assert(result.disconnects >= WORKERS * CUTS, "too few connections were cut")
+assert(result.identical == WORKERS, "logs differ")
