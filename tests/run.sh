@@ -97,7 +97,7 @@ for part in $parts; do
     one "clang-tidy" sh -c 'for file in engine/*.c; do clang-tidy -p build --quiet "$file" 2>/dev/null || exit 1; done'
     ;;
   spec)
-    count "specs" env CIRANDA_BINARY="$root/build/ciranda" build/ciranda test tests/spec
+    count "specs" env CIRANDA_BINARY="$root/build/ciranda" sh tests/specs.sh build/ciranda
     ;;
   guard)
     count "guard" sh tests/guard/run.sh build
@@ -108,7 +108,7 @@ for part in $parts; do
       ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=99 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
         CIRANDA_BINARY="$root/build/asan/ciranda"
       export ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
-      count "specs under ASan and UBSan" build/asan/ciranda test tests/spec
+      count "specs under ASan and UBSan" sh tests/specs.sh build/asan/ciranda
       count "guard under ASan and UBSan" sh tests/guard/run.sh build/asan
       unset ASAN_OPTIONS UBSAN_OPTIONS CIRANDA_BINARY
     else
@@ -126,7 +126,7 @@ for part in $parts; do
     git ls-files -z tests lua recipes docs cmake engine README.md | xargs -0 cp --parents -t "$account/tree"
     cp build/ciranda "$account/tree/build/"
     chown -R nobody "$account"
-    count "specs as an unprivileged account" as_account build/ciranda test tests/spec
+    count "specs as an unprivileged account" as_account sh tests/specs.sh build/ciranda
     one "the demonstration as an unprivileged account" as_account sh tests/e2e/demo.sh
     ;;
   e2e | fuzz)
