@@ -1,8 +1,8 @@
 --- logs: what the workers of a run have written, as far as it is on this machine or in the job's bucket.
 local err = require("ciranda.io.error")
-local flags_of = require("ciranda.cli.flags")
 local fs = require("ciranda.io.fs")
 local job = require("ciranda.run.job")
+local job_view = require("ciranda.run.job_view")
 local nodeset = require("ciranda.fleet.nodeset")
 local remote_log = require("ciranda.run.remote_log")
 local runs = require("ciranda.run.runs")
@@ -151,20 +151,29 @@ end
 ---@param state ciranda.journal.State
 ---@return recipes.logs.Source
 local function from_bucket(state)
-  local values = flags_of.parse("multihost_job", require("recipes.multihost_job"), state.arguments or {})
-  local place = job.place({ bucket = values.BUCKET_NAME, directory = values.BUCKET_DIR, run = state.run })
+  local known = state.job
+  if not known then
+    err.raise({
+      code = "failed",
+      target = state.run,
+      message = ("run %s ended before it had put anything into its bucket"):format(state.run),
+    })
+  end
   local storage = require("ciranda.gcp.storage").connect()
+  local place = { bucket = known.bucket, prefix = known.prefix }
+  place.generation = job.generation(storage, place)
   local workers, objects, finished = {}, {}, 0
   local function look()
-    local view = job.look(storage, place)
-    for _, log in ipairs(view.logs) do
-      local key = log.slice .. "/" .. log.worker
-      if not objects[key] then
-        workers[#workers + 1] = { slice = log.slice, index = log.worker, node = "slice" .. log.slice }
+    local seen
+    seen, finished = job_view.look(storage, place)
+    for _, worker in ipairs(seen) do
+      local key = worker.slice .. "/" .. worker.worker
+      if worker.log and not objects[key] then
+        workers[#workers + 1] =
+          { slice = worker.slice, index = worker.worker, node = "slice" .. worker.slice }
       end
-      objects[key] = log
+      objects[key] = worker.log
     end
-    finished = #view.statuses
   end
   look()
   local function object(worker)

@@ -435,7 +435,8 @@ end
 ---@private
 function Gang:leader_ended(worker, leader)
   if not self.options.leader_only then
-    self:tell_note(
+    require("ciranda.run.muster").tell_note(
+      self,
       (
         "slice %d worker %d: COMMAND's shell has ended with %s, what it started goes on (--LEADER_ONLY=true waits for "
         .. "the shell only)"
@@ -453,7 +454,8 @@ end
 function Gang:fetch(member, take)
   local record, why = self.fetching:with(member.attempt.follow, member.attempt, take)
   if not record then
-    self:tell_note(
+    require("ciranda.run.muster").tell_note(
+      self,
       ("The log of slice %d worker %d is not all here: %s"):format(
         member.worker.slice,
         member.worker.index,

@@ -23,7 +23,7 @@ end
 
 --- Says what a person should know.
 ---@param gang ciranda.run.Gang
-local function tell_note(gang, text)
+function M.tell_note(gang, text)
   if gang.options.on_note then
     gang.options.on_note(text)
   end
@@ -76,7 +76,7 @@ local function set_up(gang)
     setups.run(member.attempt, timeout, directory)
   end, members)
   gang:refuse(failures, "set up", "COMMAND was started on no worker")
-  tell_note(
+  M.tell_note(
     gang,
     ("SETUP: done on %d worker%s%s"):format(
       #members,
@@ -118,7 +118,7 @@ local function stage_all(gang)
       void[member.worker] = member.attempt.facts.void
     end
     for _, line in ipairs(leases.void_lines(void)) do
-      tell_note(gang, line)
+      M.tell_note(gang, line)
     end
   end
   if options.setup then
@@ -137,7 +137,7 @@ local function stage_all(gang)
     })
   end
   for _, line in ipairs(odd) do
-    tell_note(gang, "Warning: " .. line)
+    M.tell_note(gang, "Warning: " .. line)
   end
 end
 
