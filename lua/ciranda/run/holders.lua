@@ -18,7 +18,8 @@ local BEYOND = 30
 --- Holders that a message lists.
 local LISTED = 8
 
---- Counts the device files and defines `holding` (pids) and `holders` (a line each).
+--- Counts the device files and defines `holding` (pids) and `holders` (a line each, of those that are there still when
+--- all has been read of them: one that ends meanwhile would look like somebody else's).
 M.SCAN = [[
 count=0; old=$IFS; IFS=,;
 for prefix in $devices; do for file in "$prefix"[0-9]*; do [ -e "$file" ] && count=$((count+1)); done; done;
@@ -30,9 +31,11 @@ set --; old=$IFS; IFS=,; for prefix in $devices; do set -- "$@" -o -lname "$pref
 $su find /proc/[0-9]*/fd -maxdepth 1 "(" -lname "$lock" "$@" ")" -printf "%h\n" 2>/dev/null
 | sort -u | tr -dc "0-9\n"; };
 holders() { for pid in $(holding); do user=$(stat -c "%u %U" /proc/$pid 2>/dev/null) || continue;
-printf "holder=%s %s\t%s\t%s\t%s\n" $pid "$user" "$(ps -o etimes= -p $pid 2>/dev/null | tr -d " ")"
-"$($su cat /proc/$pid/environ 2>/dev/null | tr "\0" "\n" | sed -n "s/^CIRANDA_ATTEMPT_DIR=//p")"
-"$($su cat /proc/$pid/cmdline 2>/dev/null | tr "\0\n\t" "   " | cut -c1-200)"; done; };
+age=$(ps -o etimes= -p $pid 2>/dev/null | tr -d " ");
+own=$($su cat /proc/$pid/environ 2>/dev/null | tr "\0" "\n" | sed -n "s/^CIRANDA_ATTEMPT_DIR=//p");
+words=$($su cat /proc/$pid/cmdline 2>/dev/null | tr "\0\n\t" "   " | cut -c1-200);
+$su readlink /proc/$pid/exe >/dev/null 2>&1 || continue;
+printf "holder=%s %s\t%s\t%s\t%s\n" $pid "$user" "$age" "$own" "$words"; done; };
 ]]
 
 --- A lock file that nobody holds goes: the library would refuse to start because of it. After `SCAN`.

@@ -32,11 +32,7 @@ describe("run.holders", function()
     local child = process.spawn({
       "sh",
       "-c",
-      ("%s exec 9< '%s'; : > '%s'; while :; do sleep 0.1; done"):format(
-        before or "",
-        place:path(address, name),
-        ready
-      ),
+      ("%s exec 9< '%s'; : > '%s'; exec sleep 600"):format(before or "", place:path(address, name), ready),
       env = variables,
       stdout = process.DISCARD,
     })
@@ -62,7 +58,7 @@ describe("run.holders", function()
       1,
       true
     )
-    assert.matches(": sh -c  exec 9<", e.message, 1, true)
+    assert.matches(": sleep 600; end", e.message, 1, true)
     assert.matches("end it there, or let --KILL=mine do it", e.message, 1, true)
     assert.equal(0, uv.kill(other.pid, 0))
     assert.is_nil(place:read("0.1", "ciranda_lease.tester"))
