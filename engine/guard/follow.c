@@ -43,6 +43,7 @@ int cir_follow(const cir_options *options) {
   const cir_state *state = cir_map(false);
   char *record = state ? NULL : cir_read("exit", NULL), *kept = strstr(record ? record : "", FIRST);
   int64_t kept_then = kept ? strtoll(kept + strlen(FIRST), NULL, 10) : 0;
+  free(record);
   int log = open("log", O_RDONLY | O_CLOEXEC);
   if (log < 0)
     return cir_fail("cannot follow %s/log: %m (is the attempt started?)", options->directory);
