@@ -529,12 +529,20 @@ def signals(attempt):
 @case
 def heartbeat(attempt):
     """The guard shows that it lives, how long the log has been quiet, and which processes there are; then it clears up."""
-    attempt.run("echo a; sleep 0.7; echo b; sleep 0.5 & sleep 0.5; exit 3")
-    attempt.wait_for("a quiet log", lambda: attempt.status()["log_idle"] > 0.4, 5)
+    gates = [attempt.directory + suffix for suffix in (".go", ".end", ".end too")]
+    for gate in gates:
+        os.mkfifo(gate)
+        os.chmod(gate, 0o666)
+    attempt.run("echo a; cat '%s'; echo b; cat '%s' & cat '%s'; exit 3" % tuple(gates))
+    attempt.wait_for("a quiet log", lambda: attempt.status()["log_idle"] > 0.4, 20)
     assert time.time() - os.stat(attempt.path("alive")).st_mtime < 6
-    attempt.wait_for("the log to grow", lambda: attempt.status()["log_idle"] < 0.3, 5)
-    status = attempt.status()
-    assert sorted(status["processes"]) == sorted(attempt.alive()) and len(status["processes"]) == 3, status
+    before = attempt.status()["log_idle"]
+    open(gates[0], "w").close()
+    attempt.wait_for("the log to grow", lambda: attempt.status()["log_idle"] < before, 20)
+    attempt.wait_for("three processes", lambda: len(attempt.status()["processes"]) == 3, 20)
+    assert sorted(attempt.status()["processes"]) == sorted(attempt.alive())
+    for gate in gates[1:]:
+        open(gate, "w").close()
     assert attempt.record()["status"] == 3
     kept = {"command", "cwd", "shell", "started", "pid", "log", "exit", "leader"}
     attempt.wait_for("the guard to clear up", lambda: set(os.listdir(attempt.directory)) <= kept, 2)
