@@ -24,6 +24,7 @@ typedef struct socket_transport {
   bool connecting;
   bool hangup; /* the peer has closed its side: reads go on until they find its end */
   bool empty;  /* nothing can be read before the next event */
+  int pending; /* an errno that the next read answers */
   int events;
   cir_buffer ahead; /* read and not asked for yet */
 } socket_transport;
@@ -49,6 +50,11 @@ static int connected(cir_ssh_transport *transport) {
   socklen_t size = sizeof error;
   if (getsockopt(self->fd, SOL_SOCKET, SO_ERROR, &error, &size) < 0)
     return -errno;
+  if (error == ECONNRESET) { /* a socket that never was connected would have been refused */
+    self->connecting = false;
+    self->pending = error;
+    return 0;
+  }
   if (error != 0)
     return -error;
   struct sockaddr_storage peer;
@@ -66,6 +72,8 @@ static int descriptor(cir_ssh_transport *transport) {
 /* Read the socket itself. */
 static ssize_t receive_now(socket_transport *self, void *to, size_t size) {
   ssize_t count;
+  if (self->pending != 0)
+    return -self->pending;
   do
     count = recv(self->fd, to, size, MSG_DONTWAIT);
   while (count < 0 && errno == EINTR);

@@ -115,8 +115,24 @@ local function make_request(flags, run)
   return request, global
 end
 
+--- What is there under the name already? Its machines read what is in the bucket.
+---@return "killed"|"given"|nil before a program of this run has asked for it: it was killed, or had done its work
+---@return string? state of the queued resource
+local function look_before(flags, tpu, run)
+  local state = tpu:queued_resource(run):state()
+  local earlier = state and journals.read(run)
+  local object = earlier and earlier.objects["queued_resource " .. run]
+  if flags.UPDATE and not state then
+    err.raise({
+      code = "usage",
+      message = ("--UPDATE: there is no queued resource %s in %s"):format(run, tpu.zone),
+    })
+  end
+  return object and (earlier.ended and "given" or "killed") or nil, state
+end
+
 --- Makes the bundle and puts everything that the machines fetch into the bucket.
-local function upload(context, storage, run, place, going_on)
+local function upload(context, storage, run, place, before, state)
   local flags = context.flags
   local temporary = fs.tempdir("ciranda-job")
   local _ <close> = setmetatable({}, {
@@ -130,32 +146,16 @@ local function upload(context, storage, run, place, going_on)
   for index, entry in ipairs(manifest.entries) do
     entries[index] = { path = entry.path, mode = entry.mode, size = entry.size, sha256 = entry.sha256 }
   end
-  job.publish(storage, place, {
+  local content = {
     command = flags.COMMAND,
     bundle = { name = archive, path = manifest.archive, sha256 = manifest.archive_sha256 },
     manifest = entries,
     guard = attempt.guard(),
-  }, going_on)
-  context.progress:say(
-    "%s is in gs://%s/%s/",
-    bundle.size_text(manifest.archive_size),
-    place.bucket,
-    place.prefix
-  )
-end
-
---- Is there a queued resource of this name already? Then its machines read what is in the bucket.
----@return boolean going_on a program that was killed has asked for it: this one takes it up
-local function check_name(flags, tpu, run)
-  local state = tpu:queued_resource(run):state()
-  local earlier = state and journals.read(run)
-  local going_on = earlier and earlier.objects["queued_resource " .. run] and not earlier.ended or false
-  if flags.UPDATE and not state then
-    err.raise({
-      code = "usage",
-      message = ("--UPDATE: there is no queued resource %s in %s"):format(run, tpu.zone),
-    })
-  elseif state and not flags.UPDATE and not going_on then
+  }
+  -- The same command again is the same job; another one would be taken up by machines that do something else.
+  if before and not flags.UPDATE and job.is_published(storage, place, content) then
+    return
+  elseif state and not flags.UPDATE and before ~= "killed" then
     err.raise({
       code = "exists",
       target = run,
@@ -165,7 +165,13 @@ local function check_name(flags, tpu, run)
       ):format(run, state, run),
     })
   end
-  return going_on
+  job.publish(storage, place, content)
+  context.progress:say(
+    "%s is in gs://%s/%s/",
+    bundle.size_text(manifest.archive_size),
+    place.bucket,
+    place.prefix
+  )
 end
 
 --- How much of the first worker's log is there from before.
@@ -198,9 +204,9 @@ function M.run(context)
   local shape = topology.of({ type = request.accelerator, topology = request.topology })
   local place = job.place({ bucket = flags.BUCKET_NAME, directory = flags.BUCKET_DIR, run = run })
   place.slices, place.workers = request.slices, shape.hosts * request.slices
-  local going_on = check_name(flags, tpu, run)
+  local before, state = look_before(flags, tpu, run)
   local journal <close> = journals.open(run, { recipe = context.name, arguments = context.args })
-  upload(context, storage, run, place, going_on)
+  upload(context, storage, run, place, before, state)
   journal:append("job", {
     bucket = place.bucket,
     prefix = place.prefix,

@@ -581,9 +581,18 @@ function M.list(path)
     end
     entries[#entries + 1] = { name = name, type = kind }
   end
-  for _, entry in ipairs(entries) do
+  for place = #entries, 1, -1 do
+    local entry = entries[place]
     if entry.type == nil or entry.type == "unknown" then
-      entry.type = M.lstat(M.join(path, entry.name)).type -- this file system does not tell in its listing
+      -- This file system does not tell in its listing; what is gone meanwhile (a process in /proc) is not there.
+      local ok, stat = pcall(M.lstat, M.join(path, entry.name))
+      if ok then
+        entry.type = stat.type
+      elseif errors.is(stat, "not_found") then
+        table.remove(entries, place)
+      else
+        error(stat, 0)
+      end
     end
   end
   table.sort(entries, function(a, b)

@@ -111,20 +111,51 @@ end
 ---@field manifest { path: string, mode: integer, size: integer, sha256: string }[]
 ---@field guard { bytes: string, sha256: string }
 
+--- The object that names a generation.
+---@param content ciranda.run.JobContent
+---@param number integer
+---@return string text, string command name of COMMAND's object, string guard name of the guard's
+local function named(content, number)
+  local command_sha256 = crypto.hex(crypto.sha256(content.command .. "\n"))
+  local guard = "ciranda-guard-" .. content.guard.sha256
+  local lines = {
+    ("GENERATION=%d"):format(number),
+    "BUNDLE=" .. content.bundle.name,
+    "BUNDLE_SHA256=" .. content.bundle.sha256,
+    "COMMAND_SHA256=" .. command_sha256,
+    "GUARD=" .. guard,
+    "GUARD_SHA256=" .. content.guard.sha256,
+  }
+  return table.concat(lines, "\n") .. "\n", "command-" .. command_sha256, guard
+end
+
+--- Is this what is to be run there now?
+---@async
+---@param storage ciranda.gcp.Storage
+---@param place ciranda.run.JobPlace its `generation` is set when it is
+---@param content ciranda.run.JobContent
+---@return boolean
+function M.is_published(storage, place, content)
+  local number, _, text = M.generation(storage, place)
+  if number == 0 or text ~= named(content, number) then
+    return false
+  end
+  place.generation = number
+  return true
+end
+
 --- Puts a generation into the bucket; the object that names it comes last.
 ---@async
 ---@param storage ciranda.gcp.Storage
 ---@param place ciranda.run.JobPlace its `generation` is set
 ---@param content ciranda.run.JobContent
----@param going_on boolean? take up what a killed program has begun: the same content is no new generation
 -- Raises "precondition" when somebody else did so at the same time.
-function M.publish(storage, place, content, going_on)
-  local number, version, text = M.generation(storage, place)
+function M.publish(storage, place, content)
+  local number, version = M.generation(storage, place)
+  local text, command, guard = named(content, number + 1)
   local function put(name, source, options)
     storage:upload(place.bucket, place.prefix .. "/" .. name, source, options)
   end
-  local command_sha256 = crypto.hex(crypto.sha256(content.command .. "\n"))
-  local guard = "ciranda-guard-" .. content.guard.sha256
   task.all({
     function()
       put(content.bundle.name, { path = content.bundle.path })
@@ -136,26 +167,11 @@ function M.publish(storage, place, content, going_on)
       put("manifest.json", json.encode(json.array(content.manifest)))
     end,
     function()
-      put("command-" .. command_sha256, content.command .. "\n")
+      put(command, content.command .. "\n")
     end,
   })
-  local named = table.concat({
-    "BUNDLE=" .. content.bundle.name,
-    "BUNDLE_SHA256=" .. content.bundle.sha256,
-    "COMMAND_SHA256=" .. command_sha256,
-    "GUARD=" .. guard,
-    "GUARD_SHA256=" .. content.guard.sha256,
-  }, "\n")
+  put("generation", text, { if_generation_match = version })
   place.generation = number + 1
-  if going_on and text == ("GENERATION=%d\n%s\n"):format(number, named) then
-    place.generation = number
-    return
-  end
-  put(
-    "generation",
-    ("GENERATION=%d\n%s\n"):format(place.generation, named),
-    { if_generation_match = version }
-  )
 end
 
 --- The start-up script.

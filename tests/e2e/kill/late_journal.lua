@@ -4,7 +4,7 @@ local process = require("ciranda.io.process")
 
 local M = {}
 
---- A tree of modules whose journal writes an intent when the next fact is written: after the call it speaks of.
+--- A tree of modules whose journal writes an intent when the next one comes: after the call it speaks of.
 ---@param scratch string where it may be put
 ---@return string directory
 function M.tree(scratch)
@@ -12,20 +12,7 @@ function M.tree(scratch)
   fs.mkdir_p(tree)
   process.run({ "cp", "-R", "lua", "recipes", tree, timeout = 60 }):check()
   local path = tree .. "/lua/ciranda/run/journal.lua"
-  local text, append = fs.read(path):gsub(
-    "\nfunction Journal:append%(kind, fields%)\n",
-    [[
-
-function Journal:append(kind, fields)
-  local late = self.late
-  self.late = nil
-  if late then
-    self:append(late[1], late[2])
-  end
-]]
-  )
-  local intent
-  text, intent = text:gsub(
+  local text, count = fs.read(path):gsub(
     "\nfunction Journal:intent%(kind, fields%)\n",
     [[
 
@@ -39,7 +26,7 @@ function Journal:intent(kind, fields)
   end
 ]]
   )
-  assert(append == 1 and intent == 1, "the journal is not what the control changes")
+  assert(count == 1, "the journal is not what the control changes")
   fs.write(path, text)
   return tree
 end

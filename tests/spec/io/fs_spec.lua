@@ -32,6 +32,24 @@ local function both(name, fn)
 end
 
 describe("paths", function()
+  it("leaves out of a listing what is gone before it has been looked at", function()
+    local lstat, names = fs.lstat, {}
+    fs.lstat = function(path)
+      if path == "/proc/1" then
+        errors.raise({ code = "not_found", message = path })
+      end
+      return lstat(path)
+    end
+    local ok, entries = pcall(fs.list, "/proc")
+    fs.lstat = lstat
+    assert.is_true(ok, tostring(entries))
+    for _, entry in ipairs(entries) do
+      names[entry.name] = entry.type
+    end
+    assert.equal("directory", names.sys)
+    assert.is_nil(names["1"])
+  end)
+
   it("are joined and taken apart", function()
     assert.equal("a/b", fs.join("a", "b"))
     assert.equal("a/b", fs.join("a/", "", "b"))

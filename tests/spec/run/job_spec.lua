@@ -124,10 +124,12 @@ describe("run.job", function()
       storage.objects["p/r/generation"].data
     )
     assert.equal("echo 2\n", storage.objects["p/r/command-" .. sha256].data)
-    -- Taking up what a killed program has begun is no new generation, unless it is something else.
-    job.publish(storage, place, content, true)
-    assert.equal(2, place.generation)
-    assert.equal(2, (job.generation(storage, place)))
+    local found = { bucket = "b", prefix = "p/r" }
+    assert.is_true(job.is_published(storage, found, content))
+    assert.equal(2, found.generation)
+    content.command = "echo 3"
+    assert.is_false(job.is_published(storage, found, content))
+    assert.is_false(job.is_published(storage, { bucket = "b", prefix = "p/nothing" }, content))
     -- Somebody else's generation in between is not overwritten.
     local upload = storage.upload
     function storage.upload(self, name, object, source, options)
