@@ -275,8 +275,12 @@ watch_notice() {
 # Are the nodes all there? Asked after a failure: when a slice is broken its peers fail too, and it is nobody's fault.
 # It succeeds when it is known that they are not.
 nodes_broken() {
-  google "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/nodes?pageSize=1000&fields=nodes(name,state,health)" \
-    > "$state/nodes" 2>/dev/null || return 1
+  query="pageSize=1000&fields=nodes(name,state,health),nextPageToken"
+  google "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/nodes?$query" > "$state/nodes" 2>/dev/null || return 1
+  # One page is all that is asked for: of a zone with more nodes nothing is known.
+  if grep -q '"nextPageToken"' "$state/nodes"; then
+    return 1
+  fi
   nodes=$NODE_ID
   [ "$NUM_SLICES" = 1 ] || nodes="${NODE_ID%-"$SLICE_ID"}-[0-9]*"
   ready=$(tr -d ' \n' < "$state/nodes" | tr '}' '\n' | grep "/nodes/$nodes\"" | grep '"state":"READY"' |
@@ -310,7 +314,7 @@ notices_over() {
 }
 
 somebody_failed() {
-  list_objects "failed-$GENERATION" && [ -s "$state/list" ]
+  read_object "failed-$GENERATION" | grep -q '"status"'
 }
 
 # A boot cuts off what copies the attempt's log into ours: what came last is brought over from the attempt itself.

@@ -75,6 +75,18 @@ function Local:ask(subcommand, options)
   return process.run(words)
 end
 
+--- Raises what the guard said when it could not.
+---@private
+---@param answer ciranda.process.Result
+function Local:refuse(answer)
+  err.raise({
+    code = "failed",
+    op = "guard",
+    target = self.directory,
+    message = (answer.stderr:gsub("%s+$", "")),
+  })
+end
+
 --- Starts it: in the present directory, with the present environment, once.
 ---@async
 ---@param command string for a shell
@@ -91,12 +103,7 @@ function Local:start(command, options)
   end
   local answer = self:ask("run", options.keep and { "--keep", tostring(options.keep) } or {})
   if answer.code ~= 0 then
-    err.raise({
-      code = "failed",
-      op = "guard",
-      target = self.directory,
-      message = (answer.stderr:gsub("%s+$", "")),
-    })
+    self:refuse(answer)
   end
 end
 
@@ -143,12 +150,7 @@ function Local:follow(from, sink)
     elseif (status.log_first or 0) > from then
       from = status.log_first
     elseif status.state ~= "lost" and answer.code and answer.code ~= 0 then
-      err.raise({
-        code = "failed",
-        op = "guard",
-        target = self.directory,
-        message = (answer.stderr:gsub("%s+$", "")),
-      })
+      self:refuse(answer)
     end
   end
 end
@@ -167,12 +169,7 @@ function Local:stop(grace, reason)
     timeout = grace + SHORT,
   })
   if answer.code ~= 0 then
-    err.raise({
-      code = "failed",
-      op = "guard",
-      target = self.directory,
-      message = (answer.stderr:gsub("%s+$", "")),
-    })
+    self:refuse(answer)
   end
 end
 

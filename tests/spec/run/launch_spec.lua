@@ -1,77 +1,34 @@
-local fleet = require("ciranda.fleet")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
 local task = require("ciranda.task")
 local uv = require("luv")
 
-local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local runs_of = dofile("tests/fixtures/fleet/runs.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
 describe("run.launch", function()
-  local root, machines, workers, connect, slices, said, handler, saved
+  local place, root, machines, workers, connect
 
   before_each(function()
-    root = uv.fs_mkdtemp("/tmp/launch-XXXXXX")
-    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
-    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
-    uv.os_setenv("TMPDIR", root)
-    slices, connect, machines = machines_of.make(2, 2, { root = root })
-    workers = fleet.new(slices, { connect = connect, retry_for = 2 })
-    said = {}
+    place = runs_of.open(2, 2)
+    root, machines = place.root, place.machines
+    workers, connect = place.workers, place.connect
   end)
 
   after_each(function()
-    for _, machine in pairs(machines) do
-      machine:kill_all()
-    end
-    workers:close()
-    local deadline = uv.hrtime() + 5e9
-    for _, machine in pairs(machines) do
-      while next(machine:processes()) and uv.hrtime() < deadline do
-        task.sleep(0.02)
-      end
-    end
-    for name, value in pairs(saved) do
-      if value then
-        uv.os_setenv(name, value)
-      else
-        uv.os_unsetenv(name)
-      end
-    end
-    os.execute(("rm -rf '%s'"):format(root))
+    place:close()
   end)
 
-  local function settings(command, more)
-    local options = {
-      fleet = workers,
-      run = "r1",
-      command = command,
-      recipe = "multihost_runner",
-      json = true,
-      failure_grace = 1,
-      grace = 20,
-      success = "Multihost runner finished successfully!",
-      progress = {
-        say = function(_, format, ...)
-          said[#said + 1] = format:format(...)
-        end,
-        status = function() end,
-      },
-      on_interrupt = function(given)
-        handler = given
-        return function()
-          handler = nil
-        end
-      end,
-    }
-    for name, value in pairs(more or {}) do
-      options[name] = value
-    end
-    return options
+  local function text()
+    return place:text()
   end
 
-  local function text()
-    return table.concat(said, "\n")
+  local function settings(command, more)
+    local all = { grace = 20, success = "Multihost runner finished successfully!" }
+    for name, value in pairs(more or {}) do
+      all[name] = value
+    end
+    return place:settings(command, all)
   end
 
   --- Sends signals to the handler, each when its condition holds.
@@ -108,7 +65,7 @@ describe("run.launch", function()
 
   local function signal(name)
     return function()
-      assert.is_true(handler(name, 1))
+      assert.is_true(place.handler(name, 1))
     end
   end
 
@@ -148,7 +105,7 @@ describe("run.launch", function()
       })
     assert.same({ 137, "user" }, { result.status, result.kind })
     local first
-    for _, line in ipairs(said) do
+    for _, line in ipairs(place.said) do
       if line:lower():find("fail") or line:find("SIGKILL") then
         first = line
         break
@@ -184,8 +141,8 @@ describe("run.launch", function()
     local step = text():match("saved: step (%d+) is on disk")
     assert.is_not_nil(step, text())
     assert.is_not_nil(uv.fs_stat(("%s/shared/%s"):format(root, step)))
-    for _, place in ipairs({ { 0, 0 }, { 0, 1 }, { 1, 0 }, { 1, 1 } }) do
-      assert.is_true(log_has(place[1], place[2], "saved step " .. step)())
+    for _, at in ipairs({ { 0, 0 }, { 0, 1 }, { 1, 0 }, { 1, 1 } }) do
+      assert.is_true(log_has(at[1], at[2], "saved step " .. step)())
     end
     -- Who agrees on a last step may be leaving when our signal comes, or have left: all four are told of.
     local told = {}
@@ -253,7 +210,7 @@ describe("run.launch", function()
       assert.matches("stopped the command at step " .. step, result.message, 1, true)
       assert.equal(math.tointeger(tonumber(step)), journal.read("r1").attempts[1].saved)
 
-      said = {}
+      place.said = {}
       options.run = "r2"
       told[1].when = function()
         local file = io.open(root .. "/r2/output_slice_0000_worker_0000.txt")
@@ -318,7 +275,7 @@ describe("run.launch", function()
       assert.matches("ciranda attach r1", result.message, 1, true)
       assert.is_nil(journal.read("r1").attempts[1].ended)
       workers:close()
-      said = {}
+      place.said = {}
       local options = settings(nil)
       options.connect_options = { connect = connect, retry_for = 2 }
       result = launch.attach(options)
@@ -348,7 +305,7 @@ describe("run.launch", function()
     local result = run_with(settings("echo run >> ../runs; sleep 1"), {
       {
         when = function()
-          return uv.fs_stat(machines["1.1"].home .. "/runs") and handler
+          return uv.fs_stat(machines["1.1"].home .. "/runs") and place.handler
         end,
         act = signal("SIGHUP"),
       },
@@ -378,7 +335,7 @@ describe("run.launch", function()
 
   it("tells a preempted node from a machine that failed", function()
     for state, kind in pairs({ PREEMPTED = "preempted", gone = "preempted", READY = "infra" }) do
-      said = {}
+      place.said = {}
       local command = "rm -f ../up; touch ../up; sleep 30"
       local result = run_with(
         settings(command, {
@@ -391,7 +348,7 @@ describe("run.launch", function()
         {
           {
             when = function()
-              return handler and uv.fs_stat(machines["1.0"].home .. "/up")
+              return place.handler and uv.fs_stat(machines["1.0"].home .. "/up")
             end,
             act = function()
               task.sleep(0.2)
@@ -442,7 +399,7 @@ describe("run.launch", function()
     assert.matches("slice1/worker1: Traceback", text(), 1, true)
     assert.matches('slice1/worker1:   File "x.py"', text(), 1, true)
     assert.is_nil(text():find("quiet", 1, true))
-    said = {}
+    place.said = {}
     launch.run(settings("echo same", { show = "all" }))
     assert.matches("slice[0-1]/worker[0-1]: same", text(), 1, true)
   end)

@@ -1,5 +1,4 @@
 -- Notices of the platform, silence, saving on demand, hooks: on machines that are directories.
-local fleet = require("ciranda.fleet")
 local fs = require("ciranda.io.fs")
 local hooks = require("ciranda.run.hooks")
 local journal = require("ciranda.run.journal")
@@ -10,7 +9,7 @@ local server = require("ciranda.io.server")
 local task = require("ciranda.task")
 local uv = require("luv")
 
-local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local runs_of = dofile("tests/fixtures/fleet/runs.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
 describe("run.notices", function()
@@ -36,65 +35,38 @@ describe("run.notices", function()
 end)
 
 describe("an attempt", function()
-  local root, machines, workers, said, saved, handler, instance
+  local place, root, machines, instance
 
   before_each(function()
-    root = uv.fs_mkdtemp("/tmp/notices-XXXXXX")
-    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
-    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
-    uv.os_setenv("TMPDIR", root)
-    local slices, connect
-    slices, connect, machines = machines_of.make(2, 1, { root = root })
-    workers = fleet.new(slices, { connect = connect, retry_for = 2 })
-    said = {}
+    place = runs_of.open(2, 1)
+    root, machines = place.root, place.machines
     instance = { ["maintenance-event"] = "NONE", preempted = "FALSE" }
   end)
 
   after_each(function()
-    for _, machine in pairs(machines) do
-      machine:kill_all()
-    end
-    workers:close()
-    for name, value in pairs(saved) do
-      if value then
-        uv.os_setenv(name, value)
-      else
-        uv.os_unsetenv(name)
-      end
-    end
-    os.execute(("rm -rf '%s'"):format(root))
+    place:close()
   end)
 
   local function text()
-    return table.concat(said, "\n")
+    return place:text()
   end
 
   local function settings(command, more)
-    local options = {
-      fleet = workers,
-      run = "r1",
-      command = command,
-      recipe = "multihost_runner",
-      json = true,
-      failure_grace = 1,
+    local all = {
       checkpoint_directory = root .. "/shared",
       progress = {
         say = function(_, format, ...)
-          said[#said + 1] = format:format(...)
+          place.said[#place.said + 1] = format:format(...)
         end,
         status = function(_, words)
-          said[#said + 1] = words
+          place.said[#place.said + 1] = words
         end,
       },
-      on_interrupt = function(given)
-        handler = given
-        return function() end
-      end,
     }
     for name, value in pairs(more or {}) do
-      options[name] = value
+      all[name] = value
     end
-    return options
+    return place:settings(command, all)
   end
 
   local TRAIN = "exec python3 %s --checkpoint_dir %s/shared --steps 100000 --step-time 0.02 --peer-timeout 5 "
@@ -230,7 +202,7 @@ for _ in range(200):
     if os.path.exists('%s/enough'): break
 "]]):format(root, root)
     local result = run_with(settings(command), "up", function()
-      assert.is_true(handler("SIGUSR1", 1))
+      assert.is_true(place.handler("SIGUSR1", 1))
       task.timeout(30, function()
         while not text():find("saved: step 7 is on disk", 1, true) do
           task.sleep(0.05)
@@ -245,7 +217,7 @@ for _ in range(200):
 
   it("says so, and sends nothing, where SIGUSR1 would end the command", function()
     local result = run_with(settings("echo up; sleep 3; exit 4"), "up", function()
-      assert.is_true(handler("SIGUSR1", 1))
+      assert.is_true(place.handler("SIGUSR1", 1))
     end)
     assert.equal(4, result.status)
     assert.matches(

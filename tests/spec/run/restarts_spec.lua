@@ -5,66 +5,32 @@ local launch = require("ciranda.run.launch")
 local task = require("ciranda.task")
 local uv = require("luv")
 
-local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local runs_of = dofile("tests/fixtures/fleet/runs.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
 describe("run.launch with several attempts", function()
-  local root, machines, workers, connect, slices, said, saved
+  local place, root, machines, connect, slices
 
   before_each(function()
-    root = uv.fs_mkdtemp("/tmp/restarts-XXXXXX")
-    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
-    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
-    uv.os_setenv("TMPDIR", root)
-    slices, connect, machines = machines_of.make(2, 1, { root = root })
-    workers = fleet.new(slices, { connect = connect, retry_for = 2 })
-    said = {}
+    place = runs_of.open(2, 1)
+    root, machines = place.root, place.machines
+    connect, slices = place.connect, place.slices
   end)
 
   after_each(function()
-    for _, machine in pairs(machines) do
-      machine:kill_all()
-    end
-    workers:close()
-    for name, value in pairs(saved) do
-      if value then
-        uv.os_setenv(name, value)
-      else
-        uv.os_unsetenv(name)
-      end
-    end
-    os.execute(("rm -rf '%s'"):format(root))
+    place:close()
   end)
 
   local function text()
-    return table.concat(said, "\n")
+    return place:text()
   end
 
   local function settings(command, more)
-    local options = {
-      fleet = workers,
-      run = "r1",
-      command = command,
-      recipe = "multihost_runner",
-      json = true,
-      failure_grace = 1,
-      grace = 20,
-      restart_pause = 0.05,
-      checkpoint_directory = root .. "/shared",
-      progress = {
-        say = function(_, format, ...)
-          said[#said + 1] = format:format(...)
-        end,
-        status = function() end,
-      },
-      on_interrupt = function()
-        return function() end
-      end,
-    }
+    local all = { grace = 20, restart_pause = 0.05, checkpoint_directory = root .. "/shared" }
     for name, value in pairs(more or {}) do
-      options[name] = value
+      all[name] = value
     end
-    return options
+    return place:settings(command, all)
   end
 
   local function trainer(options)
@@ -99,8 +65,8 @@ describe("run.launch with several attempts", function()
 
   local function kinds()
     local list = {}
-    for place, attempt in ipairs(journal.read("r1").attempts) do
-      list[place] = attempt.ended.kind
+    for number, attempt in ipairs(journal.read("r1").attempts) do
+      list[number] = attempt.ended.kind
     end
     return list
   end
