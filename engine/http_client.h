@@ -37,6 +37,7 @@ typedef struct cir_http_request {
   cir_buffer head;         /* the status line and header lines of the latest answer, raw */
   cir_buffer body;         /* what was received and not yet delivered */
   curl_off_t received;     /* body bytes in all */
+  size_t head_bytes;       /* of every head and trailer so far, interim answers too */
   size_t max_body, max_head;
   int anchor; /* keeps the handle, and with it the body string, while the request is under way */
   int on_done, on_response, on_data;

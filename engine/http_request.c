@@ -34,10 +34,17 @@ void cir_http_fault(cir_http_request *request, const char *code, const char *for
 /* --- curl's callbacks: bytes into buffers ---------------------------------------------------- */
 
 /* CURLOPT_HEADERFUNCTION. Keeps the head of the last answer only: a 100 Continue comes before the
- * one that counts. */
+ * one that counts. The limit is on all of them together, and on trailers: curl has one of its own
+ * (300 KiB) on their sum, whose error cannot be told from a reset connection. */
 static size_t on_curl_header(char *line, size_t size, size_t count, void *user) {
   cir_http_request *request = user;
   size_t length = size * count;
+  request->head_bytes += length;
+  if (request->head_bytes > request->max_head) {
+    cir_http_fault(request, "protocol", "the headers of the answer are larger than %zu bytes",
+                   request->max_head);
+    return 0;
+  }
   if (length >= 5 && memcmp(line, "HTTP/", 5) == 0) {
     cir_buffer_clear(&request->head);
     request->head_complete = false;
@@ -51,11 +58,6 @@ static size_t on_curl_header(char *line, size_t size, size_t count, void *user) 
     if (request->head_complete && request->on_response != CIR_NO_CALLBACK)
       cir_http_mark_ready(request);
     return length;
-  }
-  if (cir_buffer_size(&request->head) + length > request->max_head) {
-    cir_http_fault(request, "protocol", "the headers of the answer are larger than %zu bytes",
-                   request->max_head);
-    return 0;
   }
   if (!cir_buffer_add(&request->head, line, length)) {
     cir_http_fault(request, "failed", "out of memory");

@@ -21,7 +21,7 @@ local M = {}
 ---@field proxy string?                none by default, whatever the environment says
 ---@field unix_socket string?
 ---@field max_body integer?            bytes of a collected body; 64 MiB by default
----@field max_head integer?            bytes of status line and headers; 256 KiB by default
+---@field max_head integer?            bytes of all status lines, headers and trailers of an answer; 256 KiB by default
 ---@field accept_encoding string?
 ---@field once boolean?                an answer that does not come on a kept connection is an error, not a second try
 ---@field on_response fun(status: integer, headers: string[][])?  once, before any data

@@ -195,15 +195,16 @@ describe("hostile replies to ciranda.gcp.client", function()
       fields = ("X-Filler: %s\r\n"):format(("y"):rep(1000)),
       one_field = ("y"):rep(4096),
       interim = "HTTP/1.1 103 Early Hints\r\n\r\n",
+      interim_fields = "HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n",
     }) do
-      local head = name == "interim" and more or "HTTP/1.1 200 OK\r\nX-Filler: y"
+      local head = name:find("interim", 1, true) and more or "HTTP/1.1 200 OK\r\nX-Filler: y"
       with_raw_server(endless(head .. (name == "fields" and "\r\n" or ""), more), function(url, sent)
         local before = collectgarbage("count")
-        local err = refused(url, { deadline = 2, timeout = 2 })
-        assert.is_true(errors.is(err, "protocol", "timeout", "closed"), name .. ": " .. tostring(err))
+        local err = refused(url)
+        assert.is_true(errors.is(err, "protocol"), name .. ": " .. tostring(err))
         collectgarbage()
         assert.is_true(collectgarbage("count") - before < 4096, name)
-        assert.is_true(name == "interim" or sent() < 8 * MIB, ("%s: %d bytes"):format(name, sent()))
+        assert.is_true(sent() < 8 * MIB, ("%s: %d bytes"):format(name, sent()))
       end)
     end
   end)
