@@ -1,7 +1,7 @@
 --- stacks: where the processes of a run wait.
 local err = require("ciranda.io.error")
 local known = require("ciranda.run.known")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local stacks = require("ciranda.run.stacks")
 
 return {

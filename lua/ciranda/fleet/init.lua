@@ -8,7 +8,7 @@
 -- sent to a worker is sent again by itself: only connecting is tried again.
 local err = require("ciranda.io.error")
 local link = require("ciranda.fleet.link")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local results = require("ciranda.fleet.results")
 local task = require("ciranda.task")
 

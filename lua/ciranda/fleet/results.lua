@@ -2,7 +2,7 @@
 --
 -- A command's exit status is data. `results:check()` is for those who want an error of it.
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local signals = require("ciranda.fleet.signals")
 
 local M = {}

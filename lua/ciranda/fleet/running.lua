@@ -1,5 +1,5 @@
 --- Which workers are in a `fleet:run` now: for the first Ctrl-C, which tells and stops nothing.
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

@@ -7,7 +7,7 @@
 -- was given when `flush` is called (a few times a second). A line waits up to `hold` seconds for its equals
 -- from the other workers; each worker's own lines keep their order, a line is never cut by another's, and a
 -- last line without a newline appears when its worker ends.
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

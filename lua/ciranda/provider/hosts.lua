@@ -6,7 +6,7 @@
 -- A hosts file has one host a line: `ADDRESS [slice=N] [worker=N] [port=N] [name=NAME] [internal=ADDRESS]`;
 -- `#` begins a comment.
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

@@ -2,7 +2,7 @@
 --
 -- What COMMAND does wrong, what its machines do and what the platform takes away are counted apart: a job of days on
 -- spot slices must not end for a preemption because its code has failed once.
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

@@ -8,7 +8,7 @@
 --     local verdict = gang:watch()
 --     local report = watch:after(verdict)                      -- what is there now that was not
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 
 local M = {}

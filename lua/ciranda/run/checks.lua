@@ -1,7 +1,7 @@
 --- What staging checks of a worker, and of the workers among each other.
 local err = require("ciranda.io.error")
 local link_of = require("ciranda.fleet.link")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

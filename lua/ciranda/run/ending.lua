@@ -2,7 +2,7 @@
 local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
 local task = require("ciranda.task")
 

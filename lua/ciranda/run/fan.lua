@@ -5,7 +5,7 @@
 -- those of the next batch: that is what gangs are for.
 local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local results_of = require("ciranda.fleet.results")
 local task = require("ciranda.task")
 

@@ -4,34 +4,19 @@
 -- named. After that the gang lives on the workers and not in its connections: a connection that breaks is made
 -- again and the log is followed from where it was. When one worker fails, the others are stopped in order.
 local attempt = require("ciranda.run.attempt")
-local cause = require("ciranda.run.cause")
 local checks = require("ciranda.run.checks")
 local err = require("ciranda.io.error")
 local link_of = require("ciranda.fleet.link")
-local nodeset = require("ciranda.fleet.nodeset")
+local muster = require("ciranda.run.muster")
+local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 local uv = require("luv")
+local watch = require("ciranda.run.watch")
 
 local M = {}
 
 --- Once one worker has failed to stage, seconds the others get to say that they failed as well.
 local STAGE_COMPANY = 2
---- Seconds after a first failure in which the failures of others are awaited, before the first one by time is
---- named; longer when all that is known so far are consequences.
-local WINDOW, CONSEQUENCE_WINDOW = 2, 10
---- Seconds beyond a grace after which a worker that has not ended counts as lost.
-local AFTER_GRACE = 90
---- Seconds by which a worker's clock, as corrected, may still be wrong.
-local CLOCKS = 0.05
---- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
---- its machine is gone.
-local LOOK_FOR_GONE, SILENT = 2, 3
---- Logs of ended workers that are fetched at the same time.
-local FETCHES = 32
---- Seconds without a word after which a worker is not taken for one that is only quiet.
-local CONTACT = 120
---- Bytes of a log's end that are kept for the search for the cause.
-local TAIL = 65536
 
 ---@class ciranda.run.GangOptions
 ---@field fleet ciranda.Fleet
@@ -127,7 +112,6 @@ end
 function M.new(options)
   local gang =
     setmetatable({ options = options, members = {}, started = false, changed = task.event() }, Gang)
-  gang.fetching = task.semaphore(FETCHES)
   local seen, slices = {}, 0
   for _, worker in ipairs(options.fleet:workers()) do
     if not seen[worker.slice] then
@@ -156,7 +140,7 @@ function M.new(options)
       leader_only = options.leader_only,
       idle = options.stall and options.stall > 0 and math.max(1, math.min(60, options.stall / 2)) or nil,
       on_leader = function(leader)
-        gang:leader_ended(worker, leader)
+        watch.leader_ended(gang, worker, leader)
       end,
       on_gap = function(from, to)
         if options.on_gap then
@@ -215,7 +199,16 @@ function Gang:laggards(phase)
   return table.concat(pieces, ", ")
 end
 
----@private
+--- Says what a person should know.
+---@package
+---@param text string
+function Gang:remark(text)
+  if self.options.on_note then
+    self.options.on_note(text)
+  end
+end
+
+---@package
 function Gang:tell()
   if self.options.on_change then
     self.options.on_change(self)
@@ -329,7 +322,7 @@ end
 -- Raises when one cannot be staged: its own error's code, or "deadline"; the message names it and why. The leases are
 -- given back then.
 function Gang:stage()
-  require("ciranda.run.muster").stage(self)
+  muster.stage(self)
 end
 
 --- Takes up an attempt that an earlier runner started: nothing is staged, and what was started is not started again.
@@ -385,7 +378,7 @@ function Gang:go()
 end
 
 --- Asks every member that has not ended to stop.
----@private
+---@package
 ---@param grace number
 ---@param reason string
 ---@return table<ciranda.Worker, string> problems workers that could not be asked
@@ -421,287 +414,10 @@ function Gang:stop(grace, reason)
   self.changed:set()
 end
 
---- Keeps the end of a log: pieces, joined only when there are twice as many bytes as are wanted.
-local function keep_tail(member, bytes)
-  member.tail[#member.tail + 1] = bytes
-  member.tail_size = member.tail_size + #bytes
-  if member.tail_size > 2 * TAIL then
-    local text = table.concat(member.tail):sub(-TAIL)
-    member.tail, member.tail_size = { text }, #text
-  end
-end
-
---- Says that a leader has ended while its tree goes on.
----@private
-function Gang:leader_ended(worker, leader)
-  if not self.options.leader_only then
-    require("ciranda.run.muster").tell_note(
-      self,
-      (
-        "slice %d worker %d: COMMAND's shell has ended with %s, what it started goes on (--LEADER_ONLY=true waits for "
-        .. "the shell only)"
-      ):format(
-        worker.slice,
-        worker.index,
-        type(leader.signal) == "number" and "signal " .. leader.signal or tostring(leader.code)
-      )
-    )
-  end
-end
-
---- The log of a member that has ended, which was not followed while it ran.
----@private
-function Gang:fetch(member, take)
-  local record, why = self.fetching:with(member.attempt.follow, member.attempt, take)
-  if not record then
-    require("ciranda.run.muster").tell_note(
-      self,
-      ("The log of slice %d worker %d is not all here: %s"):format(
-        member.worker.slice,
-        member.worker.index,
-        why
-      )
-    )
-  end
-end
-
---- One member's log followed to its end, and what it ended with.
----@private
-function Gang:follow(member)
-  local options = self.options
-  local live = not options.live or options.live(member.worker)
-  local function take(bytes)
-    keep_tail(member, bytes)
-    if options.on_bytes then
-      options.on_bytes(member.worker, bytes)
-    end
-  end
-  local record, why = member.attempt:follow(live and take or nil)
-  local outcome = member.attempt:outcome(record, why)
-  if not live and record and cause.failed(outcome) then
-    local ok, text = pcall(member.attempt.remote_tail, member.attempt, TAIL)
-    if ok then
-      keep_tail(member, text)
-    elseif not err.is(text) or err.is(text, "cancelled", "misuse", "internal") then
-      error(text, 0)
-    end
-  end
-  outcome.tail = table.concat(member.tail):sub(-TAIL)
-  if self.stopping and not outcome.lost and outcome.at and outcome.at >= self.stopping.wall - CLOCKS then
-    -- Members that agree on their last step may end before our word has reached each of them.
-    outcome.stopped = true
-    outcome.took = outcome.took or math.max(0, outcome.at - self.stopping.wall)
-  end
-  member.outcome = outcome
-  self:note("exit", {
-    slice = member.worker.slice,
-    worker = member.worker.index,
-    code = outcome.code,
-    signal = outcome.signal,
-    lost = outcome.lost,
-    stopped = outcome.stopped,
-    reason = outcome.reason,
-    at = outcome.at,
-  })
-  self:tell()
-  self.changed:set()
-  -- The others are told to stop meanwhile.
-  if not live and record then
-    self:fetch(member, take)
-  end
-  if options.on_outcome then
-    options.on_outcome(outcome)
-  end
-end
-
---- Tells, once, when nobody has written anything for too long; everybody's guard must have answered meanwhile.
----@private
----@param now number
----@param scope ciranda.task.Scope
----@return number? seconds after which to look again
-function Gang:look_for_stall(now, scope)
-  local options = self.options
-  if not options.stall or options.stall <= 0 or self.stopping then
-    return nil
-  end
-  local last, running = nil, {}
-  for _, member in ipairs(self.members) do
-    if not member.outcome then
-      if now - member.attempt.last_contact > CONTACT then
-        return nil
-      end
-      running[#running + 1] = member.worker
-      if not last or member.attempt.grew > last.attempt.grew then
-        last = member
-      end
-    end
-  end
-  if not last then
-    return nil
-  end
-  local quiet = now - last.attempt.grew
-  if quiet < options.stall then
-    return options.stall - quiet + 0.01
-  end
-  -- What has been told is told again only of a silence that began after it; times from a status line may differ a bit.
-  local began = last.attempt.grew
-  if not self.stalled or began > self.stalled + options.stall / 2 then
-    self.stalled = began
-    if options.on_stall then
-      scope:spawn(options.on_stall, { seconds = quiet, worker = last.worker, workers = running })
-    end
-  end
-  return options.stall
-end
-
----@private
----@return ciranda.run.Outcome[] ended, integer running
-function Gang:outcomes()
-  local ended, running = {}, 0
-  for _, member in ipairs(self.members) do
-    if member.outcome then
-      ended[#ended + 1] = member.outcome
-    else
-      running = running + 1
-    end
-  end
-  return ended, running
-end
-
---- Does everything that has failed so far look like a consequence of something not yet seen?
----@param outcomes ciranda.run.Outcome[]
----@return boolean
-local function only_consequences(outcomes)
-  for _, outcome in ipairs(outcomes) do
-    if cause.failed(outcome) and not outcome.stopped and not cause.follows(outcome) then
-      return false
-    end
-  end
-  return true
-end
-
---- Counts a member as lost, whatever its follower is doing.
----@private
----@param member ciranda.run.GangMember
----@param follower ciranda.Task
----@param why string
-function Gang:give_up(member, follower, why)
-  follower:cancel(why)
-  if member.outcome then
-    return
-  end
-  member.outcome = member.attempt:outcome(nil, why)
-  self:note("exit", {
-    slice = member.worker.slice,
-    worker = member.worker.index,
-    lost = why,
-  })
-  if self.options.on_outcome then
-    self.options.on_outcome(member.outcome)
-  end
-  self:tell()
-  self.changed:set()
-end
-
---- Asks about machines that do not let us in: one that the platform has taken away need not be waited for.
----@private
----@param followers table<ciranda.run.GangMember, ciranda.Task>
-function Gang:look_for_gone(followers)
-  local since = {}
-  while true do
-    task.sleep(LOOK_FOR_GONE)
-    local now = uv.hrtime() / 1e9
-    for member, follower in pairs(followers) do
-      if member.outcome or member.attempt.link:connected() then
-        since[member] = nil
-      else
-        since[member] = since[member] or now
-        if now - since[member] >= SILENT then
-          local why = self.options.machine_gone(member.worker)
-          if why and not member.outcome then
-            self:give_up(member, follower, why)
-          end
-        end
-      end
-    end
-  end
-end
-
 --- Watches until every member has ended; stops the others when one fails.
 ---@return ciranda.run.Cause verdict
 function Gang:watch()
-  local options = self.options
-  local grace = options.failure_grace or 30
-  local scope <close> = task.scope()
-  local followers = {}
-  for _, member in ipairs(self.members) do
-    if not member.outcome then
-      followers[member] = scope:spawn(function()
-        self:follow(member)
-      end)
-    end
-  end
-  -- What must not outlast the last member: asking for machines, and asking one to stop that does not answer.
-  local aside = options.machine_gone and { scope:spawn(self.look_for_gone, self, followers) } or {}
-  local first_seen, told, deadline
-  while true do
-    local outcomes, running = self:outcomes()
-    local now = uv.hrtime() / 1e9
-    local verdict = cause.first(outcomes)
-    if verdict.first and not first_seen then
-      first_seen = now
-      if not self.stopping and running > 0 then
-        self:stop(grace, "another worker has failed")
-      end
-    end
-    if first_seen and not told then
-      local window = options.window or WINDOW
-      if only_consequences(outcomes) then
-        window = math.max(window, CONSEQUENCE_WINDOW)
-      end
-      if running == 0 or now - first_seen >= window then
-        told = verdict.first
-        if options.on_failure then
-          options.on_failure(told)
-        end
-      end
-    end
-    if running == 0 then
-      for _, child in ipairs(aside) do
-        child:cancel("the end")
-      end
-      return verdict
-    end
-    if self.stopping and not self.stopping.asked then
-      local request = self.stopping
-      request.asked = true
-      deadline = now + request.grace + AFTER_GRACE
-      self:note("stop", { grace = request.grace, reason = request.reason })
-      aside[#aside + 1] = scope:spawn(function()
-        self:stop_all(request.grace, request.reason)
-      end)
-    end
-    if deadline and now > deadline then
-      for _, member in ipairs(self.members) do
-        if not member.outcome then
-          self:give_up(member, followers[member], "it did not end after KILL")
-        end
-      end
-    else
-      local wait = 30
-      if first_seen and not told then
-        wait = 0.2
-      elseif deadline then
-        wait = math.min(wait, deadline - now + 0.1)
-      end
-      wait = math.min(wait, self:look_for_stall(now, scope) or wait)
-      local ok, problem = pcall(task.timeout, wait, self.changed.wait, self.changed)
-      if not ok and not err.is(problem, "timeout") then
-        error(problem, 0)
-      end
-      self.changed = task.event()
-    end
-  end
+  return watch.until_ended(self)
 end
 
 return M

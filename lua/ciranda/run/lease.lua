@@ -7,7 +7,7 @@
 -- and waits, the guard while the command runs (its `alive` is a link to the lease). One from before the machine's last
 -- start is void.
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 local uv = require("luv")
 local worker_script = require("ciranda.run.worker_script")

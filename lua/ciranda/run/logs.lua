@@ -6,7 +6,7 @@
 -- like a failure, as prefixed lines on standard error.
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 local uv = require("luv")
 local view = require("ciranda.fleet.view")

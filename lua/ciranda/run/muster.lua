@@ -21,14 +21,6 @@ local function links_of(gang)
   return links
 end
 
---- Says what a person should know.
----@param gang ciranda.run.Gang
-function M.tell_note(gang, text)
-  if gang.options.on_note then
-    gang.options.on_note(text)
-  end
-end
-
 --- When other runs have workers, who has the others is asked too, so that the message is about all of them.
 ---@param gang ciranda.run.Gang
 ---@param failures { member: ciranda.run.GangMember, problem: any }[]
@@ -76,8 +68,7 @@ local function set_up(gang)
     setups.run(member.attempt, timeout, directory)
   end, members)
   gang:refuse(failures, "set up", "COMMAND was started on no worker")
-  M.tell_note(
-    gang,
+  gang:remark(
     ("SETUP: done on %d worker%s%s"):format(
       #members,
       #members == 1 and "" or "s",
@@ -118,7 +109,7 @@ local function stage_all(gang)
       void[member.worker] = member.attempt.facts.void
     end
     for _, line in ipairs(leases.void_lines(void)) do
-      M.tell_note(gang, line)
+      gang:remark(line)
     end
   end
   if options.setup then
@@ -137,7 +128,7 @@ local function stage_all(gang)
     })
   end
   for _, line in ipairs(odd) do
-    M.tell_note(gang, "Warning: " .. line)
+    gang:remark("Warning: " .. line)
   end
 end
 

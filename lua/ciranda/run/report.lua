@@ -1,6 +1,6 @@
 --- What a person reads about an attempt that has ended. Pure: verdicts in, lines out.
 local cause = require("ciranda.run.cause")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

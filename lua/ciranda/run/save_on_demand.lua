@@ -1,7 +1,7 @@
 --- A run that saves on demand and goes on: SIGUSR1 to the runner.
 local checkpoint = require("ciranda.run.checkpoint")
 local err = require("ciranda.io.error")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 
 local M = {}

@@ -5,7 +5,7 @@
 -- 83.0` once, its trainer `..., TFLOP/s/device: 83.0, ...` at every step. Both count one device. A worker that prints
 -- several lines counts with their median: so the first steps, which compile, do not make it a laggard.
 local json = require("ciranda.io.json")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 

@@ -35,4 +35,26 @@ describe("the documentation", function()
       end
     end
   end)
+
+  it("says the truth about the arrows: no room requires one above it", function()
+    local rank = { task = 1, io = 2, ssh = 3, gcp = 3, provider = 4, fleet = 5, run = 6, cli = 7 }
+    -- Error values are everybody's; `ciranda run --sim` is the command line's own.
+    local allowed = { ["task io.error"] = true, ["cli sim"] = true }
+    local wrong, seen = {}, 0
+    for room, own in pairs(rank) do
+      for _, entry in ipairs(fs.list("lua/ciranda/" .. room)) do
+        local path = ("lua/ciranda/%s/%s"):format(room, entry.name)
+        for module in fs.read(path):gmatch('require%(?%s*"ciranda%.([%w_%.]+)"') do
+          local other = module:match("^[%w_]+")
+          seen = seen + 1
+          local up = other == "sim" or (rank[other] or 0) > own
+          if up and not allowed[room .. " " .. module] and not allowed[room .. " " .. other] then
+            wrong[#wrong + 1] = ("%s requires ciranda.%s"):format(path, module)
+          end
+        end
+      end
+    end
+    assert.is_true(seen > 500, "only " .. seen)
+    assert.same({}, wrong)
+  end)
 end)

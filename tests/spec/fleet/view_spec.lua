@@ -84,7 +84,7 @@ describe("fleet.view", function()
     local got = {}
     for _, line in ipairs(out) do
       local set, body = line:match("^(%S+): (.*)\n$")
-      for _, worker in ipairs(require("ciranda.fleet.nodeset").select(workers, set)) do
+      for _, worker in ipairs(require("ciranda.provider.nodeset").select(workers, set)) do
         got[worker] = got[worker] or {}
         table.insert(got[worker], body)
       end

@@ -1,4 +1,4 @@
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 
 local function gang(slices, workers)
   local list = {}

@@ -1,0 +1,318 @@
+--- A gang while it runs: its logs followed, its failures and silences seen, until every member has ended.
+--
+-- What one member's end means for the others is decided here: the first failure stops them, and is named when those
+-- that failed with it have had the time to say so.
+local cause = require("ciranda.run.cause")
+local err = require("ciranda.io.error")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local M = {}
+
+--- Seconds after a first failure in which the failures of others are awaited, before the first one by time is
+--- named; longer when all that is known so far are consequences.
+local WINDOW, CONSEQUENCE_WINDOW = 2, 10
+--- Seconds beyond a grace after which a worker that has not ended counts as lost.
+local AFTER_GRACE = 90
+--- Seconds by which a worker's clock, as corrected, may still be wrong.
+local CLOCKS = 0.05
+--- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
+--- its machine is gone.
+local LOOK_FOR_GONE, SILENT = 2, 3
+--- Logs of ended workers that are fetched at the same time.
+local FETCHES = 32
+--- Seconds without a word after which a worker is not taken for one that is only quiet.
+local CONTACT = 120
+--- Bytes of a log's end that are kept for the search for the cause.
+local TAIL = 65536
+
+---@class ciranda.run.Watch
+---@field gang ciranda.run.Gang
+---@field fetching ciranda.task.Semaphore
+---@field followers table<ciranda.run.GangMember, ciranda.Task>
+---@field stalled number? when the silence began that has been told last
+local Watch = {}
+Watch.__index = Watch
+
+--- Keeps the end of a log: pieces, joined only when there are twice as many bytes as are wanted.
+local function keep_tail(member, bytes)
+  member.tail[#member.tail + 1] = bytes
+  member.tail_size = member.tail_size + #bytes
+  if member.tail_size > 2 * TAIL then
+    local text = table.concat(member.tail):sub(-TAIL)
+    member.tail, member.tail_size = { text }, #text
+  end
+end
+
+--- Says that a leader has ended while its tree goes on.
+---@param gang ciranda.run.Gang
+---@param worker ciranda.Worker
+---@param leader { code: integer?, signal: integer? }
+function M.leader_ended(gang, worker, leader)
+  if not gang.options.leader_only then
+    gang:remark(
+      (
+        "slice %d worker %d: COMMAND's shell has ended with %s, what it started goes on (--LEADER_ONLY=true waits for "
+        .. "the shell only)"
+      ):format(
+        worker.slice,
+        worker.index,
+        type(leader.signal) == "number" and "signal " .. leader.signal or tostring(leader.code)
+      )
+    )
+  end
+end
+
+--- The log of a member that has ended, which was not followed while it ran.
+---@private
+function Watch:fetch(member, take)
+  local record, why = self.fetching:with(member.attempt.follow, member.attempt, take)
+  if not record then
+    self.gang:remark(
+      ("The log of slice %d worker %d is not all here: %s"):format(
+        member.worker.slice,
+        member.worker.index,
+        why
+      )
+    )
+  end
+end
+
+--- A member has ended, or is given up.
+---@private
+---@param member ciranda.run.GangMember
+---@param outcome ciranda.run.Outcome
+function Watch:ended(member, outcome)
+  local gang = self.gang
+  member.outcome = outcome
+  gang:note("exit", {
+    slice = member.worker.slice,
+    worker = member.worker.index,
+    code = outcome.code,
+    signal = outcome.signal,
+    lost = outcome.lost,
+    stopped = outcome.stopped,
+    reason = outcome.reason,
+    at = outcome.at,
+  })
+  gang:tell()
+  gang.changed:set()
+end
+
+--- One member's log followed to its end, and what it ended with.
+---@private
+function Watch:follow(member)
+  local gang, options = self.gang, self.gang.options
+  local live = not options.live or options.live(member.worker)
+  local function take(bytes)
+    keep_tail(member, bytes)
+    if options.on_bytes then
+      options.on_bytes(member.worker, bytes)
+    end
+  end
+  local record, why = member.attempt:follow(live and take or nil)
+  local outcome = member.attempt:outcome(record, why)
+  if not live and record and cause.failed(outcome) then
+    local ok, text = pcall(member.attempt.remote_tail, member.attempt, TAIL)
+    if ok then
+      keep_tail(member, text)
+    elseif not err.is(text) or err.is(text, "cancelled", "misuse", "internal") then
+      error(text, 0)
+    end
+  end
+  outcome.tail = table.concat(member.tail):sub(-TAIL)
+  if gang.stopping and not outcome.lost and outcome.at and outcome.at >= gang.stopping.wall - CLOCKS then
+    -- Members that agree on their last step may end before our word has reached each of them.
+    outcome.stopped = true
+    outcome.took = outcome.took or math.max(0, outcome.at - gang.stopping.wall)
+  end
+  self:ended(member, outcome)
+  -- The others are told to stop meanwhile.
+  if not live and record then
+    self:fetch(member, take)
+  end
+  if options.on_outcome then
+    options.on_outcome(outcome)
+  end
+end
+
+--- Tells, once, when nobody has written anything for too long; everybody's guard must have answered meanwhile.
+---@private
+---@param now number
+---@param scope ciranda.task.Scope
+---@return number? seconds after which to look again
+function Watch:look_for_stall(now, scope)
+  local options = self.gang.options
+  if not options.stall or options.stall <= 0 or self.gang.stopping then
+    return nil
+  end
+  local last, running = nil, {}
+  for _, member in ipairs(self.gang.members) do
+    if not member.outcome then
+      if now - member.attempt.last_contact > CONTACT then
+        return nil
+      end
+      running[#running + 1] = member.worker
+      if not last or member.attempt.grew > last.attempt.grew then
+        last = member
+      end
+    end
+  end
+  if not last then
+    return nil
+  end
+  local quiet = now - last.attempt.grew
+  if quiet < options.stall then
+    return options.stall - quiet + 0.01
+  end
+  -- What has been told is told again only of a silence that began after it; times from a status line may differ a bit.
+  local began = last.attempt.grew
+  if not self.stalled or began > self.stalled + options.stall / 2 then
+    self.stalled = began
+    if options.on_stall then
+      scope:spawn(options.on_stall, { seconds = quiet, worker = last.worker, workers = running })
+    end
+  end
+  return options.stall
+end
+
+---@private
+---@return ciranda.run.Outcome[] ended, integer running
+function Watch:outcomes()
+  local ended, running = {}, 0
+  for _, member in ipairs(self.gang.members) do
+    if member.outcome then
+      ended[#ended + 1] = member.outcome
+    else
+      running = running + 1
+    end
+  end
+  return ended, running
+end
+
+--- Does everything that has failed so far look like a consequence of something not yet seen?
+---@param outcomes ciranda.run.Outcome[]
+---@return boolean
+local function only_consequences(outcomes)
+  for _, outcome in ipairs(outcomes) do
+    if cause.failed(outcome) and not outcome.stopped and not cause.follows(outcome) then
+      return false
+    end
+  end
+  return true
+end
+
+--- Counts a member as lost, whatever its follower is doing.
+---@private
+---@param member ciranda.run.GangMember
+---@param why string
+function Watch:give_up(member, why)
+  self.followers[member]:cancel(why)
+  if member.outcome then
+    return
+  end
+  self:ended(member, member.attempt:outcome(nil, why))
+  if self.gang.options.on_outcome then
+    self.gang.options.on_outcome(member.outcome)
+  end
+end
+
+--- Asks about machines that do not let us in: one that the platform has taken away need not be waited for.
+---@private
+function Watch:look_for_gone()
+  local since = {}
+  while true do
+    task.sleep(LOOK_FOR_GONE)
+    local now = uv.hrtime() / 1e9
+    for member in pairs(self.followers) do
+      if member.outcome or member.attempt.link:connected() then
+        since[member] = nil
+      else
+        since[member] = since[member] or now
+        if now - since[member] >= SILENT then
+          local why = self.gang.options.machine_gone(member.worker)
+          if why and not member.outcome then
+            self:give_up(member, why)
+          end
+        end
+      end
+    end
+  end
+end
+
+--- Watches until every member has ended; stops the others when one fails.
+---@async
+---@param gang ciranda.run.Gang
+---@return ciranda.run.Cause verdict
+function M.until_ended(gang)
+  local options = gang.options
+  local self = setmetatable({ gang = gang, followers = {}, fetching = task.semaphore(FETCHES) }, Watch)
+  local grace = options.failure_grace or 30
+  local scope <close> = task.scope()
+  for _, member in ipairs(gang.members) do
+    if not member.outcome then
+      self.followers[member] = scope:spawn(self.follow, self, member)
+    end
+  end
+  -- What must not outlast the last member: asking for machines, and asking one to stop that does not answer.
+  local aside = options.machine_gone and { scope:spawn(self.look_for_gone, self) } or {}
+  local first_seen, told, deadline
+  while true do
+    local outcomes, running = self:outcomes()
+    local now = uv.hrtime() / 1e9
+    local verdict = cause.first(outcomes)
+    if verdict.first and not first_seen then
+      first_seen = now
+      if not gang.stopping and running > 0 then
+        gang:stop(grace, "another worker has failed")
+      end
+    end
+    if first_seen and not told then
+      local window = options.window or WINDOW
+      if only_consequences(outcomes) then
+        window = math.max(window, CONSEQUENCE_WINDOW)
+      end
+      if running == 0 or now - first_seen >= window then
+        told = verdict.first
+        if options.on_failure then
+          options.on_failure(told)
+        end
+      end
+    end
+    if running == 0 then
+      for _, child in ipairs(aside) do
+        child:cancel("the end")
+      end
+      return verdict
+    end
+    if gang.stopping and not gang.stopping.asked then
+      local request = gang.stopping
+      request.asked = true
+      deadline = now + request.grace + AFTER_GRACE
+      gang:note("stop", { grace = request.grace, reason = request.reason })
+      aside[#aside + 1] = scope:spawn(gang.stop_all, gang, request.grace, request.reason)
+    end
+    if deadline and now > deadline then
+      for member in pairs(self.followers) do
+        if not member.outcome then
+          self:give_up(member, "it did not end after KILL")
+        end
+      end
+    else
+      local wait = 30
+      if first_seen and not told then
+        wait = 0.2
+      elseif deadline then
+        wait = math.min(wait, deadline - now + 0.1)
+      end
+      wait = math.min(wait, self:look_for_stall(now, scope) or wait)
+      local ok, problem = pcall(task.timeout, wait, gang.changed.wait, gang.changed)
+      if not ok and not err.is(problem, "timeout") then
+        error(problem, 0)
+      end
+      gang.changed = task.event()
+    end
+  end
+end
+
+return M
