@@ -7,6 +7,7 @@ local uv = require("luv")
 ---@field private terminal boolean
 ---@field private json boolean
 ---@field private shown boolean a status line is on the screen
+---@field private tty uv_tty_t? asked for its width
 ---@field private last_status string
 ---@field private last_time number
 local Progress = {}
@@ -29,7 +30,7 @@ function M.new(options)
   }, Progress)
 end
 
----@private
+--- Takes the status line away: something else is about to be written to the terminal.
 function Progress:clear()
   if self.shown then
     io.stderr:write("\r\27[K")
@@ -51,19 +52,37 @@ function Progress:say(format, ...)
   end
 end
 
+--- As much of a text as one line of the terminal holds: what wraps could not be rewritten in place.
+---@private
+---@param text string
+---@return string
+function Progress:fit(text)
+  self.tty = self.tty or uv.new_tty(2, false)
+  local width = self.tty and self.tty:get_winsize() or 0
+  local room = math.max((width > 0 and width or 80) - 1, 4)
+  local length = utf8.len(text) or #text
+  if length <= room then
+    return text
+  end
+  local last = utf8.len(text) and utf8.offset(text, room - 2) - 1 or room - 3
+  return text:sub(1, last) .. "..."
+end
+
 --- What is going on now: rewritten in place on a terminal; elsewhere a line when it changes or 30 s have passed.
 ---@param text string
-function Progress:status(text)
+---@param state string? what makes it another status than the last one, when the text also tells the time
+function Progress:status(text, state)
   local now = uv.now() / 1000
-  if text == self.last_status and now - self.last_time < REPEAT_AFTER then
+  state = self.terminal and text or state or text
+  if state == self.last_status and now - self.last_time < REPEAT_AFTER then
     return
   end
-  self.last_status, self.last_time = text, now
+  self.last_status, self.last_time = state, now
   if self.json then
     io.write(json.encode { event = "status", text = text }, "\n")
     io.flush()
   elseif self.terminal then
-    io.stderr:write("\r\27[K", text)
+    io.stderr:write("\r\27[K", self:fit(text))
     self.shown = true
   else
     io.stderr:write(text, "\n")
@@ -79,9 +98,13 @@ function Progress:event(record)
   end
 end
 
---- Takes the status line away.
+--- Takes the status line away for good.
 function Progress:close()
   self:clear()
+  if self.tty then
+    self.tty:close()
+    self.tty = nil
+  end
 end
 
 return M

@@ -16,16 +16,19 @@ local LIMIT = 1048576
 ---@field private writer ciranda.Writer?
 ---@field private pieces string[]
 ---@field private waiting integer
+---@field private before fun()
 local Output = {}
 Output.__index = Output
 
 --- An output on a descriptor of this process.
 ---@param descriptor integer? 1
+---@param before fun()? called before bytes are written, to take a status line away
 ---@return ciranda.run.Output
-function M.new(descriptor)
+function M.new(descriptor, before)
   descriptor = descriptor or 1
   local output = setmetatable({
     descriptor = descriptor,
+    before = before or function() end,
     pieces = {},
     waiting = 0,
     more = task.event(),
@@ -53,6 +56,7 @@ function Output:write(bytes)
   if self.gone then
     return
   elseif not self.writer then
+    self.before()
     local file = self.descriptor == 2 and io.stderr or io.stdout
     self.gone = not file:write(bytes)
     file:flush()
@@ -82,6 +86,7 @@ function Output:flush()
   while #self.pieces > 0 and not self.gone do
     local bytes = table.concat(self.pieces)
     self.pieces, self.waiting = {}, 0
+    self.before()
     local ok, problem = pcall(self.writer.write, self.writer, bytes)
     if not ok then
       if err.is(problem, "cancelled") then

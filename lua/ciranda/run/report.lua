@@ -94,7 +94,8 @@ end
 --- How far a stop is: workers of one state together.
 ---@param rows { worker: ciranda.Worker, ended: boolean, synced: boolean }[] synced: it stands at the agreed step
 ---@param seconds number since the request
----@return string
+---@return string text
+---@return string state the same without the time
 function M.stop_state(rows, seconds)
   local groups, pieces = {}, {}
   for _, row in ipairs(rows) do
@@ -107,7 +108,8 @@ function M.stop_state(rows, seconds)
       pieces[#pieces + 1] = ("%s: %s"):format(state, nodeset.fold(groups[state]))
     end
   end
-  return ("Saving, %.0f s: %s"):format(seconds, table.concat(pieces, "; "))
+  local state = table.concat(pieces, "; ")
+  return ("Saving, %.0f s: %s"):format(seconds, state), state
 end
 
 --- Lines as they are printed for the end of a log.

@@ -249,21 +249,34 @@ function Round:obey(gang, notice, finished)
   return before
 end
 
---- How far a stop is, workers of one state together.
+--- How far a stop is, workers of one state together: every second, for hundreds of workers change in one moment, and
+--- one that does not end is to be seen too.
 ---@private
+---@async
 ---@param gang ciranda.run.Gang
 function Round:show_stop(gang)
-  if gang.stopping then
-    local rows = {}
-    for place, member in ipairs(gang.members) do
-      rows[place] = {
-        worker = member.worker,
-        ended = member.outcome ~= nil,
-        synced = self.steps.synced[member.worker] ~= nil,
-      }
+  while true do
+    task.sleep(1)
+    if gang.stopping then
+      self.options.progress:status(self:stop_state(gang))
     end
-    self.options.progress:status(report.stop_state(rows, uv.hrtime() / 1e9 - gang.stopping.at))
   end
+end
+
+---@private
+---@param gang ciranda.run.Gang
+---@return string text
+---@return string state
+function Round:stop_state(gang)
+  local rows = {}
+  for place, member in ipairs(gang.members) do
+    rows[place] = {
+      worker = member.worker,
+      ended = member.outcome ~= nil,
+      synced = self.steps.synced[member.worker] ~= nil,
+    }
+  end
+  return report.stop_state(rows, uv.hrtime() / 1e9 - gang.stopping.at)
 end
 
 --- Watches the gang, the platform's notices and the runner's signals.
@@ -289,6 +302,7 @@ function Round:watch(gang)
   beside(function()
     self.output:run()
   end)
+  beside(self.show_stop, self, gang)
   if options.notices then
     beside(notices.watch, options.fleet, function(notice)
       self:noticed(gang, notice)
@@ -511,7 +525,6 @@ function Round:make_gang()
     on_bytes = function(worker, bytes)
       self.logs:take(worker, bytes)
       self.steps:read(worker, bytes)
-      self:show_stop(gang)
       if options.on_bytes then
         options.on_bytes(worker, bytes)
       end
@@ -521,7 +534,6 @@ function Round:make_gang()
       if outcome.reason == attempt.SHUTDOWN and not gang.stopping then
         gang:stop(notices.GRACE.spot, "the machine of another worker shuts down")
       end
-      self:show_stop(gang)
     end,
     on_failure = function(outcome)
       self.named = outcome
@@ -534,7 +546,9 @@ end
 ---@private
 function Round:open_logs()
   local options = self.options
-  self.output = output.new(1)
+  self.output = output.new(1, function()
+    options.progress:clear()
+  end)
   self.logs = logs_of.open({
     directory = ("%s/%s"):format(self.journal.directory, self.id),
     links = logs_of.link_directory(options.run),

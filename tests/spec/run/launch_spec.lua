@@ -157,14 +157,27 @@ describe("run.launch", function()
     assert.equal("interrupted", journal.read("r1").attempts[1].ended.kind)
   end)
 
-  it("says not saved of one that ignores TERM, whatever its status", function()
-    local command = trainer("--steps 100000 --variant ignores-term --save-every 5")
-    local result = run_with(settings(command, { checkpoint_directory = root .. "/shared", grace = 0.5 }), {
-      { when = log_has(0, 0, "completed step: 7"), act = signal("SIGINT") },
-    })
-    assert.same({ 130, "interrupted" }, { result.status, result.kind })
-    assert.matches("by SIGKILL: the grace was over", text(), 1, true)
-  end)
+  it(
+    "says not saved of one that ignores TERM, whatever its status, and tells meanwhile who is awaited",
+    function()
+      local command = trainer("--steps 100000 --variant ignores-term --save-every 5")
+      local options = settings(command, { checkpoint_directory = root .. "/shared", grace = 2.5 })
+      local told, states = {}, {}
+      function options.progress.status(_, words, state)
+        if words:find("^Saving, ") then
+          told[#told + 1], states[#states + 1] = words, state
+        end
+      end
+      local result = run_with(options, {
+        { when = log_has(0, 0, "completed step: 7"), act = signal("SIGINT") },
+      })
+      assert.same({ 130, "interrupted" }, { result.status, result.kind })
+      assert.is_true(#told >= 1 and #told <= 10, table.concat(told, "\n"))
+      assert.matches("^Saving, %d+ s: told: slice%[0%-1%]/worker%[0%-1%]$", told[1])
+      assert.equal("told: slice[0-1]/worker[0-1]", states[1])
+      assert.matches("by SIGKILL: the grace was over", text(), 1, true)
+    end
+  )
 
   it("leaves at once on the second Ctrl-C, while the stop goes on", function()
     local result = run_with(settings("trap '' TERM; echo up; sleep 60", { grace = 1 }), {
