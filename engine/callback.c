@@ -65,6 +65,13 @@ static int protected_call(cir_runtime *rt, lua_State *L, int nargs, int nresults
   return status == LUA_OK ? lua_gettop(L) - base + 1 : -1;
 }
 
+void *cir_check_handle(lua_State *L, int index, const char *name) {
+  void **handle = luaL_checkudata(L, index, name);
+  if (*handle == NULL)
+    luaL_argerror(L, index, "it is finalised already");
+  return *handle;
+}
+
 int cir_callback_ref(lua_State *L, int index) {
   luaL_checktype(L, index, LUA_TFUNCTION);
   lua_pushvalue(L, index);

@@ -14,6 +14,13 @@
 
 #define CIR_NO_CALLBACK LUA_NOREF
 
+/*
+ * The pointer in the handle of that class at index, for a class whose finaliser clears it. Raises
+ * when it has: Lua finalises in an order of its own, so a finaliser may still use a handle that was
+ * finalised before it. [-0, +0, v]
+ */
+void *cir_check_handle(lua_State *L, int index, const char *name);
+
 /* Keep the function at index; raises a Lua error when it is none. [-0, +0, v] */
 int cir_callback_ref(lua_State *L, int index);
 

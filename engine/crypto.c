@@ -146,7 +146,9 @@ static int l_finish(lua_State *L) {
 }
 
 static int l_digest_gc(lua_State *L) {
-  cir_digest_free(luaL_checkudata(L, 1, CIR_DIGEST_HANDLE));
+  cir_digest *running = luaL_checkudata(L, 1, CIR_DIGEST_HANDLE);
+  running->finished = true; /* without its context it would go on as a CRC */
+  cir_digest_free(running);
   return 0;
 }
 

@@ -215,7 +215,7 @@ int cir_ssh_l_authenticate(lua_State *L) {
   const char *user = cir_string_option(L, 2, "user");
   luaL_argcheck(L, user != NULL, 2, "option 'user' is needed");
   lua_getfield(L, 2, "key");
-  cir_ssh_key **key = lua_isnil(L, -1) ? NULL : luaL_checkudata(L, -1, CIR_SSH_KEY);
+  cir_ssh_key *key = lua_isnil(L, -1) ? NULL : cir_check_handle(L, lua_gettop(L), CIR_SSH_KEY);
   lua_getfield(L, 2, "public");
   lua_getfield(L, 2, "sign");
   bool public = lua_type(L, -2) == LUA_TSTRING;
@@ -223,9 +223,9 @@ int cir_ssh_l_authenticate(lua_State *L) {
   luaL_argcheck(L, (key != NULL) != signer, 2, "either 'key', or 'public' and 'sign', is needed");
 
   size_t size;
-  const char *blob = public ? lua_tolstring(L, -2, &size) : (const char *)(*key)->blob;
+  const char *blob = public ? lua_tolstring(L, -2, &size) : (const char *)key->blob;
   if (!public)
-    size = (*key)->blob_size;
+    size = key->blob_size;
   auth *self = calloc(1, sizeof *self);
   if (self != NULL) {
     self->user = strdup(user);
@@ -247,7 +247,7 @@ int cir_ssh_l_authenticate(lua_State *L) {
   if (signer) {
     self->sign_ref = luaL_ref(L, LUA_REGISTRYINDEX);
   } else {
-    self->key = *key;
+    self->key = key;
     lua_getfield(L, 2, "key");
     self->key_ref = luaL_ref(L, LUA_REGISTRYINDEX);
   }

@@ -7,7 +7,7 @@
 #include <ctype.h>
 
 static cir_ssh_channel *check_channel(lua_State *L) {
-  return *(cir_ssh_channel **)luaL_checkudata(L, 1, CIR_SSH_CHANNEL);
+  return cir_check_handle(L, 1, CIR_SSH_CHANNEL);
 }
 
 /* Keep the userdata at 1 until the channel is closed. [-0, +0, m] */
@@ -175,10 +175,11 @@ static void close_channel(cir_ssh_channel *channel, uint64_t timeout) {
  * closed its side too, or with code "timeout". The remote command is not ended by it. [-2, +0, e]
  */
 static int l_close(lua_State *L) {
-  cir_ssh_channel *channel = check_channel(L);
+  cir_ssh_channel *channel = *(cir_ssh_channel **)luaL_checkudata(L, 1, CIR_SSH_CHANNEL);
   lua_Integer timeout = lua_isinteger(L, 2) ? lua_tointeger(L, 2) : 0;
   luaL_argcheck(L, timeout >= 0 && timeout <= 24 * 3600 * 1000, 2, "out of range");
-  close_channel(channel, (uint64_t)timeout);
+  if (channel != NULL) /* else finalised, and so closed */
+    close_channel(channel, (uint64_t)timeout);
   return 0;
 }
 

@@ -186,7 +186,7 @@ static int l_load_cancel(lua_State *L) {
 }
 
 static cir_ssh_key *check_key(lua_State *L) {
-  return *(cir_ssh_key **)luaL_checkudata(L, 1, CIR_SSH_KEY);
+  return cir_check_handle(L, 1, CIR_SSH_KEY);
 }
 
 static int l_key_type(lua_State *L) {

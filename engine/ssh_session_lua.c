@@ -4,7 +4,7 @@
 #include "ssh.h"
 
 cir_ssh_session *cir_ssh_check_session(lua_State *L, int index) {
-  return *(cir_ssh_session **)luaL_checkudata(L, index, CIR_SSH_SESSION);
+  return cir_check_handle(L, index, CIR_SSH_SESSION);
 }
 
 void cir_ssh_check_usable(lua_State *L, cir_ssh_session *session, bool authenticated) {
@@ -118,7 +118,9 @@ static int l_bytes(lua_State *L) {
 
 /* session:close([reason]): what is under way fails with "closed". [-n, +0, e] */
 static int l_close(lua_State *L) {
-  cir_ssh_session *session = cir_ssh_check_session(L, 1);
+  cir_ssh_session *session = *(cir_ssh_session **)luaL_checkudata(L, 1, CIR_SSH_SESSION);
+  if (session == NULL) /* finalised, and so closed */
+    return 0;
   const char *reason = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : NULL;
   cir_ssh_fault fault;
   cir_ssh_fault_set(&fault, "closed", "session", "%s",
@@ -152,8 +154,8 @@ static cir_ssh_session *check_stream(lua_State *L) {
 /* session:feed(data) -> whether there is room for more. [-2, +1, e] */
 static int l_feed(lua_State *L) {
   size_t size;
-  const char *data = luaL_checklstring(L, 2, &size);
   cir_ssh_session *session = check_stream(L);
+  const char *data = luaL_checklstring(L, 2, &size);
   lua_pushboolean(L, session != NULL && cir_ssh_stream_feed(session->transport, data, size));
   if (session != NULL) {
     session->unread = true;
