@@ -4,6 +4,7 @@
  */
 #include "callback.h"
 #include "crypto.h"
+#include "options.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -183,14 +184,14 @@ static void work_queue(lua_State *L, work *own, work **handle, int index) {
  * +1, v]
  */
 static int l_digest_file(lua_State *L) {
+  const char *known[CIR_DIGESTS + 3] = {"offset", "length"};
+  memcpy(known + 2, cir_digest_names, sizeof cir_digest_names); /* and the NULL behind them */
   const char *path = luaL_checkstring(L, 1);
   luaL_checktype(L, 2, LUA_TTABLE);
   luaL_checktype(L, 3, LUA_TFUNCTION);
-  lua_getfield(L, 2, "offset");
-  lua_Integer offset = luaL_optinteger(L, -1, 0);
-  lua_getfield(L, 2, "length");
-  lua_Integer length = luaL_optinteger(L, -1, -1);
-  luaL_argcheck(L, offset >= 0, 2, "offset must be at least 0");
+  cir_known_options(L, 2, known);
+  lua_Integer offset = cir_integer_option(L, 2, "offset", 0, LUA_MAXINTEGER, 0);
+  lua_Integer length = cir_integer_option(L, 2, "length", 0, LUA_MAXINTEGER, -1);
   bool wanted[CIR_DIGESTS];
   for (int i = 0; i < CIR_DIGESTS; i++) {
     lua_getfield(L, 2, cir_digest_names[i]);

@@ -12,6 +12,7 @@
  */
 #include "http_server.h"
 #include "modules.h"
+#include "options.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -340,33 +341,21 @@ static size_t leave_escaped(void *cls, struct MHD_Connection *connection, char *
   return strlen(text);
 }
 
-/* The integer option within 0..highest, or otherwise. [-0, +0, v] */
-static lua_Integer option(lua_State *L, int index, const char *name, lua_Integer otherwise,
-                          lua_Integer highest) {
-  lua_Integer value = otherwise;
-  if (lua_getfield(L, index, name) != LUA_TNIL) {
-    int exact;
-    value = lua_tointegerx(L, -1, &exact);
-    if (!exact || value < 0 || value > highest)
-      luaL_error(L, "server.start: option '%s' must be an integer from 0 to %I", name,
-                 (LUAI_UACINT)highest);
-  }
-  lua_pop(L, 1);
-  return value;
-}
-
 /*
  * server.start({max_body =, deadline_ms =, idle_ms =, max_connections =}, on_request) -> server.
  * Raises a misuse and when the daemon cannot start. [-2, +1, v]
  */
 static int l_start(lua_State *L) {
+  static const char *const known[] = {"max_body", "deadline_ms", "idle_ms", "max_connections",
+                                      NULL};
   luaL_checktype(L, 1, LUA_TTABLE);
   luaL_checktype(L, 2, LUA_TFUNCTION);
   lua_settop(L, 2);
-  lua_Integer max_body = option(L, 1, "max_body", 64 << 20, LUA_MAXINTEGER);
-  lua_Integer patience = option(L, 1, "deadline_ms", 60000, LUA_MAXINTEGER);
-  lua_Integer idle_ms = option(L, 1, "idle_ms", 60000, INT_MAX * 1000LL);
-  lua_Integer connections = option(L, 1, "max_connections", 4096, INT_MAX);
+  cir_known_options(L, 1, known);
+  lua_Integer max_body = cir_integer_option(L, 1, "max_body", 0, LUA_MAXINTEGER, 64 << 20);
+  lua_Integer patience = cir_integer_option(L, 1, "deadline_ms", 0, LUA_MAXINTEGER, 60000);
+  lua_Integer idle_ms = cir_integer_option(L, 1, "idle_ms", 0, INT_MAX * 1000LL, 60000);
+  lua_Integer connections = cir_integer_option(L, 1, "max_connections", 0, INT_MAX, 4096);
   servers *all = servers_of(L);
   if (all->closed)
     return luaL_error(L, "server.start: the program is shutting down");

@@ -8,6 +8,7 @@
  */
 #include "callback.h"
 #include "modules.h"
+#include "options.h"
 
 #include <editline/readline.h>
 #include <stdio.h>
@@ -124,8 +125,14 @@ static void shut_down(void *unused) {
  * on_line(text) is called once a prompt, with nil at the end of input. [-2, +0, e]
  */
 static int l_start(lua_State *L) {
+  static const char *const known[] = {"history", "complete", NULL};
   luaL_checktype(L, 1, LUA_TTABLE);
   luaL_checktype(L, 2, LUA_TFUNCTION);
+  cir_known_options(L, 1, known);
+  const char *history = cir_string_option(L, 1, "history");
+  bool completes = lua_getfield(L, 1, "complete") != LUA_TNIL;
+  if (completes)
+    luaL_checktype(L, -1, LUA_TFUNCTION);
   if (E.open)
     return luaL_error(L, "the line editor is in use");
   E.rt = cir_runtime_of(L);
@@ -145,12 +152,10 @@ static int l_start(lua_State *L) {
     rl_completer_word_break_characters = (char *)" \t\n\"'`@$><=;|&{}()[]+-*/%^#~,";
     rl_completion_append_character = '\0';
   }
-  lua_getfield(L, 1, "complete"); /* either may raise: before anything is kept */
-  lua_getfield(L, 1, "history");
   E.line_ref = cir_callback_ref(L, 2);
-  if (lua_isfunction(L, -2))
-    E.complete_ref = cir_callback_ref(L, -2);
-  if (lua_type(L, -1) == LUA_TSTRING && (E.history_path = strdup(lua_tostring(L, -1))) != NULL)
+  if (completes)
+    E.complete_ref = cir_callback_ref(L, -1);
+  if (history != NULL && (E.history_path = strdup(history)) != NULL)
     read_history(E.history_path);
   E.open = true;
   return 0;

@@ -249,8 +249,8 @@ static int l_walk(lua_State *L) {
   return 0;
 }
 
-/* signal:start, refused for SIGINT: luv would leave the process without a handler when it stops.
- * [-n, +n, e] */
+/* signal:start and start_oneshot, which is upvalue 1, refused for SIGINT: luv would leave the
+ * process without a handler when it stops. [-n, +n, e] */
 static int l_signal_start(lua_State *L) {
   bool interrupt = lua_tonumber(L, 2) == SIGINT; /* luv takes "2" and 2.0 too */
   if (lua_type(L, 2) == LUA_TSTRING && strcmp(lua_tostring(L, 2), "sigint") == 0)
@@ -265,20 +265,32 @@ static int l_signal_start(lua_State *L) {
   return lua_gettop(L);
 }
 
+/* Put l_signal_start before luv's function of that name and, where there is one, before the method
+ * of the class on the top. The module is at index. [-0, +0, e] */
+static void mend_signal(lua_State *L, int module, const char *name, const char *method) {
+  if (lua_getfield(L, module, name) == LUA_TNIL) {
+    lua_pop(L, 1);
+    return;
+  }
+  lua_pushcclosure(L, l_signal_start, 1);
+  if (lua_getfield(L, -2, method) != LUA_TNIL) {
+    lua_pushvalue(L, -2);
+    lua_setfield(L, -4, method);
+  }
+  lua_pop(L, 1);
+  lua_setfield(L, module, name);
+}
+
 /* luaopen_luv, mended for a loop that is shared. [-0, +1, e] */
 static int open_luv(lua_State *L) {
   luaopen_luv(L);
   int module = lua_gettop(L);
   lua_pushcfunction(L, l_walk);
   lua_setfield(L, -2, "walk");
-  lua_getfield(L, -1, "signal_start");
-  lua_pushcclosure(L, l_signal_start, 1);
-  lua_pushvalue(L, -1);
-  lua_setfield(L, -3, "signal_start");
   if (luaL_getmetatable(L, "uv_signal") == LUA_TTABLE &&
       lua_getfield(L, -1, "__index") == LUA_TTABLE) {
-    lua_pushvalue(L, -3);
-    lua_setfield(L, -2, "start");
+    mend_signal(L, module, "signal_start", "start");
+    mend_signal(L, module, "signal_start_oneshot", "start_oneshot");
   }
   lua_settop(L, module);
   return 1;

@@ -7,6 +7,15 @@ local task = require("ciranda.task")
 local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
 local HAVE_TMUX = process.run({ "sh", "-c", "command -v tmux" }).code == 0
 
+describe("the line editor", function()
+  it("refuses options that it does not know, and values that are none", function()
+    local start = require("ciranda.core.edit").start
+    assert.matches("unknown option 'historie'", select(2, pcall(start, { historie = "x" }, print)))
+    assert.matches("option 'history' must be a string", select(2, pcall(start, { history = {} }, print)))
+    assert.matches("function expected", select(2, pcall(start, { complete = "x" }, print)))
+  end)
+end)
+
 describe("the REPL in a terminal", function()
   local directory, socket
 

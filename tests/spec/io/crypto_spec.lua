@@ -111,6 +111,14 @@ describe("ciranda.io.crypto", function()
       assert.is_true(errors.is(raised(crypto.digest_file, "/tmp", { "sha256" }, { offse = 1 }), "misuse"))
     end)
 
+    it("refuses a digest that it does not know, rather than leave it out", function()
+      assert.matches("unknown option 'sha%-256'", raised(crypto.digest_file, "/etc/passwd", { "sha-256" }))
+      assert.matches(
+        "option 'length'",
+        raised(crypto.digest_file, "/etc/passwd", { "md5" }, { length = "x" })
+      )
+    end)
+
     it("can be cancelled", function()
       -- /dev/zero has no end: only cancelling ends this
       local scope <close> = task.scope()

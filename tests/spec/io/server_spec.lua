@@ -662,6 +662,10 @@ describe("ciranda.io.server", function()
       end
     end)
 
+    it("refuses an option that it does not know", function()
+      assert.matches("unknown option 'max_bodies'", raised(core.start, { max_bodies = 1 }, print))
+    end)
+
     it("stops with suspended connections, and at once a second time", function()
       local kept = {}
       with_core({}, function(exchange)
