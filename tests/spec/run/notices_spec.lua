@@ -71,15 +71,16 @@ describe("an attempt", function()
 
   local TRAIN = "exec python3 %s --checkpoint_dir %s/shared --steps 100000 --step-time 0.02 --peer-timeout 5 "
 
+  --- Acts when the command of every worker has got so far.
   local function when(pattern, act)
-    task.timeout(40, function()
-      while true do
-        local ok, log = pcall(fs.read, root .. "/r1/output_slice_0000_worker_0000.txt")
-        if ok and log:find(pattern) then
-          return act()
+    task.timeout(60, function()
+      for slice = 0, 1 do
+        local path = ("%s/r1/output_slice_%04d_worker_0000.txt"):format(root, slice)
+        while not (fs.exists(path) and fs.read(path):find(pattern)) do
+          task.sleep(0.02)
         end
-        task.sleep(0.02)
       end
+      act()
     end)
   end
 

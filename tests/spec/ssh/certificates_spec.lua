@@ -63,22 +63,14 @@ describe("a user certificate", function()
 
   it("is used by way of the agent: the agent's own, or a file of the agent's key", function()
     local path = signed("rsa", "-n", server.user)
-    local socket = support.path("agent")
-    local agent = process.spawn({ "ssh-agent", "-D", "-a", socket, stdout = process.DISCARD })
-    local _ <close> = setmetatable({}, {
-      __close = function()
-        agent:terminate()
-      end,
-    })
-    assert.is_true(support.wait_for(function()
-      return fs.exists(socket) ~= nil
-    end))
-    process.run({ "ssh-add", "-q", path, env = { SSH_AUTH_SOCK = socket } }):check()
+    local agent <close> = support.agent()
+    local socket = agent.socket
+    agent:add(path)
     assert.is_truthy(works(options(path, { keys = {}, agent = socket })):find("of the agent", 1, true))
-    process.run({ "ssh-add", "-q", "-D", env = { SSH_AUTH_SOCK = socket } }):check()
+    agent:ssh_add("-q", "-D"):check()
     local elsewhere = support.path("certificate")
     assert(os.rename(path .. "-cert.pub", elsewhere))
-    process.run({ "ssh-add", "-q", path, env = { SSH_AUTH_SOCK = socket } }):check()
+    agent:add(path)
     support.fails("auth", "auth", ssh.connect, options(path, { keys = {}, agent = socket }))
     assert.are.equal(
       elsewhere,

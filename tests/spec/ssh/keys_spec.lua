@@ -254,32 +254,12 @@ end)
 describe("the agent", function()
   local server, agent
 
-  --- Start a real ssh-agent.
-  local function start_agent()
-    local socket = support.path("agent.sock")
-    local spawned = process.spawn({ "ssh-agent", "-D", "-a", socket, stdout = process.DISCARD })
-    assert.is_true(support.wait_for(function()
-      return fs.exists(socket) ~= nil
-    end))
-    return {
-      socket = socket,
-      add = function(path)
-        process.run({ "ssh-add", "-q", path, env = { SSH_AUTH_SOCK = socket } }):check()
-      end,
-      lock = function()
-        local askpass = support.write("askpass", "#!/bin/sh\necho locked\n", tonumber("755", 8))
-        process
-          .run({
-            "ssh-add",
-            "-x",
-            env = { SSH_AUTH_SOCK = socket, SSH_ASKPASS = askpass, SSH_ASKPASS_REQUIRE = "force" },
-          })
-          :check()
-      end,
-      stop = function()
-        spawned:terminate()
-      end,
-    }
+  --- Locks it: it answers as if it had no keys.
+  local function lock(locked)
+    local askpass = support.write("askpass", "#!/bin/sh\necho locked\n", tonumber("755", 8))
+    local environment =
+      { SSH_AUTH_SOCK = locked.socket, SSH_ASKPASS = askpass, SSH_ASKPASS_REQUIRE = "force" }
+    process.run({ "ssh-add", "-x", env = environment }):check()
   end
 
   setup(function()
@@ -294,11 +274,11 @@ describe("the agent", function()
   end)
 
   before_each(function()
-    agent = start_agent()
+    agent = support.agent()
   end)
 
   after_each(function()
-    agent.stop()
+    agent:stop()
   end)
 
   local function options(others)
@@ -309,12 +289,12 @@ describe("the agent", function()
 
   it("signs for each type of key, RSA with SHA-2", function()
     for _, kind in ipairs({ "ed25519", "rsa", "ecdsa" }) do
-      local one = start_agent()
-      one.add(support.key(kind))
+      local one = support.agent()
+      one:add(support.key(kind))
       local connection <close> = ssh.connect(server:options({ agent = one.socket, keys = {} }))
       assert.are.equal("hi\n", connection:exec("echo hi").stdout)
       assert.is_truthy(connection.key:find("of the agent", 1, true))
-      one.stop()
+      one:stop()
     end
   end)
 
@@ -325,7 +305,7 @@ describe("the agent", function()
     local own <close> = support.server({ authorized = { path } })
     -- The control: without the agent the passphrase is missed.
     fails("auth", nil, ssh.connect, own:options({ keys = { path } }))
-    agent.add(plain)
+    agent:add(plain)
     local connection <close> =
       ssh.connect(own:options({ keys = { path }, agent = agent.socket, identities_only = true }))
     assert.are.equal("hi\n", connection:exec("echo hi").stdout)
@@ -333,7 +313,7 @@ describe("the agent", function()
 
   it("is asked after the named keys, unless only those are wanted", function()
     local stranger = support.keygen("-t", "ed25519")
-    agent.add(support.key("ed25519"))
+    agent:add(support.key("ed25519"))
     local connection <close> = ssh.connect(options({ keys = { stranger } }))
     assert.is_truthy(connection.key:find("of the agent", 1, true))
     fails("auth", "auth", ssh.connect, options({ keys = { stranger }, identities_only = true }))
@@ -346,8 +326,8 @@ describe("the agent", function()
   end)
 
   it("that is locked gives no keys", function()
-    agent.add(support.key("ed25519"))
-    agent.lock()
+    agent:add(support.key("ed25519"))
+    lock(agent)
     fails("auth", "auth", ssh.connect, options({ keys = {} }))
   end)
 

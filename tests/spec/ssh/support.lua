@@ -303,6 +303,45 @@ Server.__close = Server.stop
 
 -- Other servers ----------------------------------------------------------------------------------------------------
 
+---@class ssh.spec.Agent
+---@field socket string
+local Agent = {}
+Agent.__index = Agent
+
+--- A real ssh-agent, ready to be asked: its socket's name is there before it listens.
+---@return ssh.spec.Agent
+function M.agent()
+  local self = setmetatable({ socket = M.path("agent.sock") }, Agent)
+  self.program = process.spawn({ "ssh-agent", "-D", "-a", self.socket, stdout = process.DISCARD })
+  assert(M.wait_for(function()
+    return self:ssh_add("-l").code ~= 2
+  end, 60))
+  return self
+end
+
+--- `ssh-add` with these arguments; 2 is its exit status when there is no agent.
+---@async
+---@param ... string
+---@return ciranda.process.Result
+function Agent:ssh_add(...)
+  local arguments = { "ssh-add", ... }
+  arguments.env = { SSH_AUTH_SOCK = self.socket }
+  return process.run(arguments)
+end
+
+--- Adds a key file.
+---@async
+---@param path string
+function Agent:add(path)
+  self:ssh_add("-q", path):check()
+end
+
+function Agent:stop()
+  self.program:terminate()
+end
+
+Agent.__close = Agent.stop
+
 --- A TCP server that is no SSH server: `serve(client)` is called with each connection, in luv's callback.
 ---@return { address: string, port: integer, stop: fun() }
 function M.tcp(serve)
