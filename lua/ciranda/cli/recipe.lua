@@ -132,6 +132,7 @@ end
 ---@param command ciranda.cli.Command
 ---@return integer status
 function M.main(command)
+  session.patience = 1
   return session.run(function()
     local recipe = M.load(command.name)
     local values, given = flags.parse(command.name, recipe, command.args)

@@ -91,6 +91,10 @@ local function orderly_exit(code)
   errors.raise { code = "cancelled", message = "os.exit" }
 end
 
+--- Seconds that a turn of the loop may take before it is a warning. The engine tells from 0.1 s on, which a busy
+--- machine alone can take; whoever writes a script wants to know, whoever runs a recipe can do nothing about it.
+M.patience = 0
+
 --- A turn of the loop that took long holds up whatever else is running; alone it harms nobody.
 local reported = {}
 local function on_blocked(traceback, seconds)
@@ -99,7 +103,7 @@ local function on_blocked(traceback, seconds)
     return
   end
   reported[traceback] = true
-  require("ciranda.io.log").warn(
+  require("ciranda.io.log")[seconds < M.patience and "debug" or "warn"](
     ("the loop was held up for %.0f ms by:\n%s"):format(seconds * 1000, traceback)
   )
 end

@@ -159,7 +159,7 @@ function Session:show()
     local row = self.rows[member.worker]
     rows[place] = { worker = member.worker, ended = row.outcome ~= nil, synced = row.sync_point ~= nil }
   end
-  self.options.progress:status(report.stop_state(rows, now() - self.asked_at))
+  self.options.progress:status(report.stop_state("Saving", rows, now() - self.asked_at))
 end
 
 ---@class ciranda.drill.Saved

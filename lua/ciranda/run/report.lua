@@ -92,11 +92,12 @@ function M.stopped(verdict)
 end
 
 --- How far a stop is: workers of one state together.
+---@param word string what the others do: Saving, Stopping
 ---@param rows { worker: ciranda.Worker, ended: boolean, synced: boolean }[] synced: it stands at the agreed step
 ---@param seconds number since the request
 ---@return string text
 ---@return string state the same without the time
-function M.stop_state(rows, seconds)
+function M.stop_state(word, rows, seconds)
   local groups, pieces = {}, {}
   for _, row in ipairs(rows) do
     local state = row.ended and "ended" or row.synced and "at the sync point" or "told"
@@ -109,7 +110,7 @@ function M.stop_state(rows, seconds)
     end
   end
   local state = table.concat(pieces, "; ")
-  return ("Saving, %.0f s: %s"):format(seconds, state), state
+  return ("%s, %.0f s: %s"):format(word, seconds, state), state
 end
 
 --- Lines as they are printed for the end of a log.

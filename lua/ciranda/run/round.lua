@@ -257,7 +257,8 @@ end
 function Round:show_stop(gang)
   while true do
     task.sleep(1)
-    if gang.stopping then
+    -- After a failure its cause is told before anything else.
+    if gang.stopping and (self.stopping or self.notice or self.named) then
       self.options.progress:status(self:stop_state(gang))
     end
   end
@@ -276,7 +277,8 @@ function Round:stop_state(gang)
       synced = self.steps.synced[member.worker] ~= nil,
     }
   end
-  return report.stop_state(rows, uv.hrtime() / 1e9 - gang.stopping.at)
+  local word = (self.stopping or self.notice) and "Saving" or "Stopping"
+  return report.stop_state(word, rows, uv.hrtime() / 1e9 - gang.stopping.at)
 end
 
 --- Watches the gang, the platform's notices and the runner's signals.

@@ -1,4 +1,4 @@
--- The tutorial does what it says: its files are written, its commands run in one shell, its output is compared.
+-- The tutorial and the README do what they say: their commands run in one shell, their output is compared.
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
 local uv = require("luv")
@@ -33,85 +33,125 @@ local function find_line(expected, found, from)
   end
 end
 
-describe("the tutorial", function()
-  it("does what it says", function()
-    local directory = fs.tempdir()
-    local finally <close> = setmetatable({}, {
-      __close = function()
-        fs.remove_tree(directory)
-      end,
-    })
-    assert(finally)
-    fs.mkdir(directory .. "/bin")
-    fs.symlink(BINARY, directory .. "/bin/ciranda")
+--- What a page shows of a shell: `$ COMMAND`, continued after a backslash or by `> INPUT`, and the lines that follow.
+local function session()
+  local self = { script = { "exec 2>&1" }, expectations = {} }
+  local command
+  function self.take(line)
+    local begins, more = line:match("^%$ (.*)$"), line:match("^> (.*)$")
+    if more then
+      -- A line of a here-document: it stands before the mark of its command.
+      table.insert(self.script, #self.script, more)
+    elseif begins or command then
+      command = (command and command .. "\n" or "") .. (begins or line)
+      if command:sub(-1) ~= "\\" then
+        table.insert(self.expectations, { command = command, lines = {} })
+        table.insert(self.script, command)
+        local mark = "status_=$?; printf '\\n=== %d\\n'; (exit $status_)"
+        table.insert(self.script, mark:format(#self.expectations))
+        command = nil
+      end
+    elseif line ~= "" then
+      table.insert(self.expectations[#self.expectations].lines, line)
+    end
+  end
+  return self
+end
 
-    local script, expectations, mark = { "exec 2>&1" }, {}, 0
+--- Runs it in `directory`, which is the home too, and compares.
+local function run(directory, shown)
+  fs.write(directory .. "/session.sh", table.concat(shown.script, "\n") .. "\n")
+  local result = process.run({
+    "bash",
+    "-m",
+    directory .. "/session.sh",
+    cwd = directory,
+    timeout = 110,
+    env = {
+      HOME = directory,
+      TMPDIR = directory,
+      PATH = directory .. "/bin:" .. os.getenv("PATH"),
+      USER = uv.os_get_passwd().username,
+      XDG_STATE_HOME = false,
+      XDG_CONFIG_HOME = false,
+      XDG_CACHE_HOME = false,
+      SSH_AUTH_SOCK = false,
+      NO_COLOR = "1",
+    },
+  })
+  local outputs, index, lines = {}, 0, {}
+  for line in (result.stdout .. "\n"):gmatch("(.-)\n") do
+    local number = tonumber(line:match("^=== (%d+)$"))
+    if number then
+      outputs[number], lines = lines, {}
+      index = number
+    else
+      table.insert(lines, line)
+    end
+  end
+  assert.equal(#shown.expectations, index, "the session ended early:\n" .. result.stdout)
+  for number, expectation in ipairs(shown.expectations) do
+    local from = 1
+    for _, line in ipairs(expectation.lines) do
+      -- Times differ.
+      line = line:gsub("%d%d:%d%d:%d%d", "..."):gsub(", %d+%.%d s after", ", ... s after")
+      from = find_line(line, outputs[number], from)
+      assert.is_truthy(
+        from,
+        ("$ %s\nshould print: %s\nbut printed:\n%s"):format(
+          expectation.command,
+          line,
+          table.concat(outputs[number], "\n")
+        )
+      )
+    end
+  end
+end
+
+describe("what a page shows happens:", function()
+  local directory
+
+  before_each(function()
+    directory = fs.tempdir()
+    fs.mkdir(directory .. "/bin")
+    fs.mkdir(directory .. "/build")
+    fs.symlink(BINARY, directory .. "/bin/ciranda")
+    fs.symlink(BINARY, directory .. "/build/ciranda")
+  end)
+
+  after_each(function()
+    fs.remove_tree(directory)
+  end)
+
+  it("the tutorial", function()
+    local shown = session()
     for _, block in ipairs(blocks(fs.read("docs/tutorial.md"))) do
       if block.kind == "lua" then
         local name, body = block.text:match("^%-%- file: (%S+)\n(.*)$")
         fs.write(directory .. "/" .. assert(name, "a Lua block that names no file"), body .. "\n")
       elseif block.kind == "console" then
         for line in (block.text .. "\n"):gmatch("(.-)\n") do
-          local command, more = line:match("^%$ (.*)$"), line:match("^> (.*)$")
-          if more then
-            -- A line of a here-document: it stands before the mark of its command.
-            table.insert(script, #script, more)
-          elseif command then
-            mark = mark + 1
-            expectations[mark] = { command = command, lines = {} }
-            table.insert(script, command)
-            table.insert(script, ("printf '\\n=== %d\\n'"):format(mark))
-          elseif line ~= "" then
-            table.insert(expectations[mark].lines, line)
-          end
+          shown.take(line)
         end
       end
     end
-    assert.is_true(mark > 8)
-    fs.write(directory .. "/session.sh", table.concat(script, "\n") .. "\n")
+    assert.is_true(#shown.expectations > 8)
+    run(directory, shown)
+  end)
 
-    local result = process.run({
-      "bash",
-      "-m",
-      directory .. "/session.sh",
-      cwd = directory,
-      timeout = 110,
-      env = {
-        HOME = directory,
-        TMPDIR = directory,
-        PATH = directory .. "/bin:" .. os.getenv("PATH"),
-        USER = uv.os_get_passwd().username,
-        XDG_STATE_HOME = false,
-        XDG_CONFIG_HOME = false,
-        XDG_CACHE_HOME = false,
-        SSH_AUTH_SOCK = false,
-        NO_COLOR = "1",
-      },
-    })
-    local outputs, index, lines = {}, 1, {}
-    for line in (result.stdout .. "\n"):gmatch("(.-)\n") do
-      local number = tonumber(line:match("^=== (%d+)$"))
-      if number then
-        outputs[number], lines = lines, {}
-        index = number
-      else
-        table.insert(lines, line)
-      end
+  it("the README", function()
+    local page, shown = fs.read("README.md"), session()
+    local part = assert(page:match("\n## Try it\n(.-)\n## "))
+    for line in part:gmatch("\n    ([^\n]+)") do
+      shown.take(line)
     end
-    assert.equal(mark, index, "the session ended early:\n" .. result.stdout)
-    for number, expectation in ipairs(expectations) do
-      local from = 1
-      for _, line in ipairs(expectation.lines) do
-        from = find_line(line, outputs[number], from)
-        assert.is_truthy(
-          from,
-          ("$ %s\nshould print: %s\nbut printed:\n%s"):format(
-            expectation.command,
-            line,
-            table.concat(outputs[number], "\n")
-          )
-        )
-      end
+    for body in part:gmatch("\n```lua\n(.-)\n```") do
+      fs.write(directory .. "/by-hand.lua", body .. "\nprint(qr:state())\n")
+      shown.take("$ ciranda by-hand.lua")
+      shown.take("ACTIVE")
     end
+    shown.take("$ kill %1; wait")
+    assert.is_true(#shown.expectations > 6)
+    run(directory, shown)
   end)
 end)

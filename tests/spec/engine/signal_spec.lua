@@ -1,4 +1,5 @@
 -- Signals to the program: what is interrupted, what is cleaned, with what status it ends.
+local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
 local task = require("ciranda.task")
 
@@ -119,6 +120,26 @@ describe("a turn of the loop that takes long", function()
     assert.equal(0, result.code)
     assert.matches("held up", result.stderr)
     assert.matches("command line%)?:1", result.stderr)
+  end)
+
+  it("is no warning in a recipe when it was short", function()
+    local directory = fs.tempdir()
+    fs.write(
+      directory .. "/busy.lua",
+      [[return { summary = "busy", run = function()
+        local task, uv = require("ciranda.task"), require("luv")
+        local function busy()
+          local till = uv.hrtime() + 0.2e9
+          while uv.hrtime() < till do end
+        end
+        task.all { busy, function() task.sleep(0.3) end }
+      end }]]
+    )
+    local result = process.run { BINARY, "run", directory .. "/busy.lua" }
+    local told = process.run { BINARY, "run", directory .. "/busy.lua", env = { CIRANDA_LOG = "debug" } }
+    fs.remove_tree(directory)
+    assert.same({ 0, "" }, { result.code, result.stderr })
+    assert.matches("held up", told.stderr)
   end)
 
   it("is nobody's business when nothing else runs", function()

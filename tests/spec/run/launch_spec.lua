@@ -121,6 +121,19 @@ describe("run.launch", function()
     assert.matches(("check the logs located in: %s/r1/"):format(root), text(), 1, true)
   end)
 
+  it("tells of the others, that do not end, after the cause", function()
+    local options =
+      settings("trap '' TERM; [ $CIRANDA_SLICE_ID = 1 ] && exit 5; sleep 60", { failure_grace = 4 })
+    function options.progress.status(_, words)
+      place.said[#place.said + 1] = words
+    end
+    assert.equal(5, launch.run(options).status)
+    local failure = text():find("Main command failed on slice 1 worker ", 1, true)
+    local first = text():find("Stopping, %d+ s: ")
+    assert.is_true(failure and first and failure < first, text())
+    assert.matches("Stopping, %d+ s: told: slice0/worker%[0%-1%]; ended: slice1/worker%[0%-1%]", text())
+  end)
+
   it("gives the status of the worker that left with 7, and tells the steps on disk and lost", function()
     local options =
       trainer("--steps 10000 --save-every 10 --variant dies-early --variant-rank 2 --die-at-step 15")
