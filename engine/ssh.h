@@ -43,6 +43,12 @@
  * 9. A packet of ChaCha20-Poly1305 that fails its check is taken for a packet of type 1 (1.11.1):
  *    its reader decrypts the same bytes again, for ever, with new memory each time. No more memory
  *    than CIR_SSH_UNREAD is given out between two reads or writes; then the session is dead.
+ * 10. libssh2 keeps every packet of a type that it does not know, and those that nobody asked for,
+ *    for ever, also before the peer has shown who it is. What a session may hold is bounded: by
+ *    CIR_SSH_HELD and by what its channels' windows let the peer send, in the smallest packets.
+ * 11. A server that lists a name by which only clients say what they understand ("ext-info-c")
+ *     makes libssh2 agree on it as a key exchange and call a function that is not there (1.11.1,
+ *     libssh2 1763). The names leave the preferences once they have been sent (ssh_raw.c, on_send).
  *
  * Lua is called from the pump, never from inside libssh2 and never from inside a call from Lua:
  * such a call only writes down what is wanted and schedules the pump.
@@ -66,6 +72,8 @@
 enum {
   CIR_SSH_READ = 64 * 1024,         /* the largest piece of output given to Lua */
   CIR_SSH_UNREAD = 4 << 20,         /* bytes for what one read has brought: 35,000 at most */
+  CIR_SSH_HELD = 4 << 20,           /* bytes that libssh2 may hold besides what channels bring */
+  CIR_SSH_PER_BYTE = 128,           /* and for a byte of a window: one that comes in a packet */
   CIR_SSH_ALLOWANCE = 256 * 1024,   /* received bytes a pump */
   CIR_SSH_TURN_NS = 6 * 1000000,    /* for all pumps between two looks at the sockets */
   CIR_SSH_OUT_FULL = 128 * 1024,    /* unsent bytes from which channels wait */
@@ -212,6 +220,7 @@ struct cir_ssh_session {
   unsigned missed, most_missed;
   size_t allowance;
   size_t given;               /* memory given out since the last read or write (rule 9) */
+  size_t held, windows;       /* all memory of libssh2's, and its channels' windows (rule 10) */
   int io_error;               /* what the transport said: a negative errno, 1 for the end, 0 */
   uint32_t confirmed_channel; /* our number of the channel opened last */
   char disconnect[200];       /* the peer's parting words */

@@ -21,9 +21,11 @@ cir_ssh_channel *cir_ssh_channel_new(cir_ssh_session *session) {
   return channel;
 }
 
-void cir_ssh_channel_enter(cir_ssh_channel *channel, LIBSSH2_CHANNEL *raw) {
+void cir_ssh_channel_enter(cir_ssh_channel *channel, LIBSSH2_CHANNEL *raw, unsigned window) {
   cir_ssh_session *session = channel->session;
   channel->raw = raw;
+  channel->window = window;
+  session->windows += window;
   channel->number = session->confirmed_channel;
   channel->next = session->channels;
   session->channels = channel;
@@ -336,6 +338,7 @@ static bool step_close(cir_ssh_channel *channel) {
     return false;
   }
   recall_exit(channel);
+  session->windows -= channel->window;
   retire(session, channel->raw, keep);
   return true;
 }
@@ -409,7 +412,7 @@ bool cir_ssh_channels_adopt(cir_ssh_session *session, LIBSSH2_CHANNEL *raw) {
   cir_ssh_channel *channel = cir_ssh_channel_new(session);
   if (channel == NULL)
     return false;
-  cir_ssh_channel_enter(channel, raw);
+  cir_ssh_channel_enter(channel, raw, LIBSSH2_CHANNEL_WINDOW_DEFAULT);
   cir_ssh_channel_discard(channel);
   cir_ssh_channel_release(channel);
   return true;

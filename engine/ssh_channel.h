@@ -25,6 +25,7 @@ struct cir_ssh_channel {
   cir_ssh_channel *next;
   LIBSSH2_CHANNEL *raw; /* NULL before it is open and after it is closed */
   uint32_t number;      /* ours, of the protocol */
+  unsigned window;      /* what the peer may send unread, in bytes */
   enum { CIR_SSH_STARTING, CIR_SSH_RUNNING, CIR_SSH_CLOSING, CIR_SSH_CLOSED } state;
   int holds;  /* the session's list and the userdata */
   int anchor; /* keeps the userdata while a callback waits */
@@ -44,8 +45,8 @@ struct cir_ssh_channel {
 /* A channel that the operation has a share in; NULL when there is no memory. */
 cir_ssh_channel *cir_ssh_channel_new(cir_ssh_session *session);
 
-/* Enter an open channel into the session's list, which takes a share. */
-void cir_ssh_channel_enter(cir_ssh_channel *channel, LIBSSH2_CHANNEL *raw);
+/* Enter a channel opened with that window into the session's list, which takes a share. */
+void cir_ssh_channel_enter(cir_ssh_channel *channel, LIBSSH2_CHANNEL *raw, unsigned window);
 
 /* Close it without waiting: nothing that is asked on it can be answered any more. */
 void cir_ssh_channel_discard(cir_ssh_channel *channel);

@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdio.h>
 
+enum { KEXINIT = 20 }; /* the type of a packet: a proposal for the key exchange */
+
 /* --- faults ------------------------------------------------------------------------------------
  */
 
@@ -54,10 +56,12 @@ static void *enter(cir_ssh_session *session, cir_ssh_block *block, size_t size) 
   if (session->blocks != NULL)
     session->blocks->previous = block;
   session->blocks = block;
+  session->held += size;
   return block->bytes;
 }
 
 static void leave(cir_ssh_session *session, cir_ssh_block *block) {
+  session->held -= block->size;
   if (block->previous != NULL)
     block->previous->next = block->next;
   else
@@ -81,6 +85,10 @@ static LIBSSH2_ALLOC_FUNC(on_alloc) {
   session->given += count;
   if (session->given > CIR_SSH_UNREAD) { /* rule 9 */
     session->io_error = -EBADMSG;
+    return NULL;
+  }
+  if (session->held > CIR_SSH_HELD + CIR_SSH_PER_BYTE * session->windows) { /* rule 10 */
+    session->io_error = -EMSGSIZE;
     return NULL;
   }
   return cir_ssh_allocate(session, count);
@@ -142,10 +150,35 @@ static LIBSSH2_FREE_FUNC(on_free) {
   free(block);
 }
 
+/*
+ * Rule 11: the preferences, a text that libssh2 keeps and that begins with the names that are no
+ * key exchanges, lose those. What is left of them is unknown to libssh2, so a server gains nothing
+ * by listing that.
+ */
+static void forget_signals(cir_ssh_session *session) {
+  static const char *const names[] = {"ext-info-c", "kex-strict-c-v00@openssh.com"};
+  for (cir_ssh_block *block = session->blocks; block != NULL; block = block->next) {
+    char *at = (char *)block->bytes;
+    size_t left = block->size;
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+      size_t length = strlen(names[i]);
+      if (left <= length || memcmp(at, names[i], length) != 0)
+        continue;
+      *at = 'x';
+      at += length + 1;
+      left -= length + 1;
+    }
+  }
+}
+
 /* Rule 1: everything is taken, into `out`. */
 static LIBSSH2_SEND_FUNC(on_send) {
+  enum { TYPE_AT = 5 }; /* of a packet that is not encrypted: behind its sizes */
   cir_ssh_session *session = *abstract;
   session->given = 0;
+  if (session->state == CIR_SSH_OPENING && length > TYPE_AT &&
+      ((const uint8_t *)buffer)[TYPE_AT] == KEXINIT)
+    forget_signals(session);
   (void)socket;
   (void)flags;
   if (session->transport == NULL)
@@ -248,6 +281,9 @@ cir_ssh_progress cir_ssh_die_of(cir_ssh_session *session, const char *phase, int
   else if (session->io_error == -ENOBUFS)
     cir_ssh_fault_set(&fault, "protocol", phase,
                       "the peer asks for answers and does not read them");
+  else if (session->io_error == -EMSGSIZE)
+    cir_ssh_fault_set(&fault, "protocol", phase,
+                      "the peer sends without end what nobody has asked for");
   else if (session->io_error == -EBADMSG)
     cir_ssh_fault_set(&fault, "protocol", phase,
                       "what arrived is not what the server sent: a packet failed its check");

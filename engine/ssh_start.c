@@ -65,7 +65,7 @@ static cir_ssh_progress step_open(start *self) {
     self->base.fault.reason = "channel_refused";
     return CIR_SSH_FAILED;
   }
-  cir_ssh_channel_enter(channel, raw);
+  cir_ssh_channel_enter(channel, raw, self->request != NULL ? self->window : (unsigned)WINDOW);
   self->phase = self->abandoned ? GIVE_BACK : self->request == NULL ? REQUEST : ENVIRONMENT;
   return CIR_SSH_DONE;
 }
@@ -83,6 +83,7 @@ static cir_ssh_progress step_give_back(start *self) {
   if (error != 0 && !cir_ssh_survives(session, error))
     return cir_ssh_die_of(session, "exec", error);
   libssh2_channel_free(channel->raw);
+  session->windows -= channel->window;
   channel->raw = NULL;
   cir_ssh_channel **link = &session->channels;
   while (*link != channel)

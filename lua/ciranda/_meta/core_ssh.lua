@@ -22,7 +22,7 @@ function Operation:cancel() end
 ---@field connect_ms integer?  deadlines of the phases; none by default
 ---@field banner_ms integer?
 ---@field kex_ms integer?
----@field methods { kex: string?, hostkey: string?, cipher: string?, mac: string?, sign: string? }? comma-separated
+---@field methods { kex: string, hostkey: string?, cipher: string?, mac: string?, sign: string? } comma-separated
 
 --- Connect, exchange identifications and keys. The host key is for the caller to verify, by session:host_key().
 ---@param options ciranda.core.ssh.OpenOptions

@@ -35,7 +35,8 @@ describe("a handle that was finalised", function()
         print(pcall(self.session.close, self.session))
       end })
       local over
-      local operation, session = core.open({ write = function() end }, function() over = true end)
+      local options = { write = function() end, methods = { kex = "curve25519-sha256" } }
+      local operation, session = core.open(options, function() over = true end)
       older.session = session
       operation:cancel()
       repeat task.sleep(0.01) until over
@@ -55,7 +56,10 @@ describe("a handle that was finalised", function()
     local channel = task.call(session.exec, session, { command = "sleep 60" })
     local key = task.call(core.key_read, support.key("ed25519"), nil)
     local ok, err = pcall(assert_refused, channel, { close = 0, __close = 0, __gc = 0 })
-    local other = select(2, core.open({ write = function() end }, function() end))
+    local other = select(
+      2,
+      core.open({ write = function() end, methods = { kex = "curve25519-sha256" } }, function() end)
+    )
     local digest = crypto.start("sha256")
     server:stop()
     support.clean()

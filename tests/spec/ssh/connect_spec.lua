@@ -146,6 +146,63 @@ describe("ssh.connect", function()
       assert.is_true((uv.hrtime() - began) / 1e9 >= 0.29)
     end)
 
+    describe("of a server that", function()
+      --- A packet as it is before keys are exchanged.
+      local function packet(payload)
+        local padding = 8 - (5 + #payload) % 8 + 8
+        return (">I4B"):pack(1 + #payload + padding, padding) .. payload .. ("\0"):rep(padding)
+      end
+
+      --- A server that answers the client's proposal by `answer(client, proposal)`.
+      local function proposing(answer)
+        return support.tcp(function(client)
+          local text, answered = "", false
+          client:write("SSH-2.0-other\r\n")
+          client:read_start(function(_, data)
+            text = text .. (data or "")
+            local size, padding, at = (">I4B"):unpack(text:match("\n(.....)") or "\0\0\0\0\0")
+            local proposal = text:match("\n.....(.*)") or ""
+            if not answered and at and size > 0 and #proposal >= size - 1 then
+              answered = true
+              answer(client, proposal:sub(1, size - 1 - padding))
+            end
+          end)
+        end)
+      end
+
+      it("sends packets without end before it has shown who it is", function()
+        local noise, sent = packet(("\192"):rep(30000)), 0 -- 192: a type that nobody has defined
+        local flood <close> = proposing(function(client, proposal)
+          local function more()
+            if sent < 256 << 20 and not client:is_closing() then
+              sent = sent + #noise
+              client:write(noise, more)
+            end
+          end
+          -- The client's own proposal, without what servers do not say: so they agree.
+          local names, rest = (">s4"):unpack(proposal, 18)
+          names = names:gsub("ext%-info%-c,", ""):gsub("kex%-strict%-c[^,]*,", "")
+          client:write(packet(proposal:sub(1, 17) .. (">s4"):pack(names) .. proposal:sub(rest)))
+          more()
+        end)
+        local options = server:options({ host = flood.address, port = flood.port, timeouts = { kex = 60 } })
+        local err = fails("protocol", "kex", ssh.connect, options)
+        names_host(err, "sends without end")
+        assert.is_true(sent < 64 << 20, sent .. " bytes were taken")
+      end)
+
+      it("lists what only a client says, which is no key exchange", function()
+        for _, name in ipairs({ "ext-info-c", "kex-strict-c-v00@openssh.com", "xxt-info-c" }) do
+          local odd <close> = proposing(function(client, proposal)
+            local _, rest = (">s4"):unpack(proposal, 18)
+            client:write(packet(proposal:sub(1, 17) .. (">s4"):pack(name) .. proposal:sub(rest)))
+          end)
+          local options = server:options({ host = odd.address, port = odd.port })
+          fails("unsupported", "kex", ssh.connect, options)
+        end
+      end)
+    end)
+
     it("but waits for one that is slow to", function()
       -- The control: the same server, forwarding to sshd after a pause that is within the deadline.
       local slow <close> = support.tcp(function(client)
