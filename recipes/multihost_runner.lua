@@ -148,6 +148,19 @@ for _, flag in ipairs({
     help = "Further attempts after maintenance or a preemption.",
   },
   {
+    name = "RECREATE",
+    type = "boolean",
+    default = false,
+    help = "Delete the queued resource and ask for it again when it is SUSPENDED or FAILED for good, at most "
+      .. "--PREEMPTION_RESTARTS times.",
+  },
+  {
+    name = "RECREATE_TIMEOUT",
+    type = "duration",
+    default = 86400,
+    help = "Of --RECREATE: how long what is asked for again may take to come up; then it is given up.",
+  },
+  {
     name = "HOOKS",
     help = "A Lua file that returns functions: on_stall, on_failure, on_preempted, on_maintenance, on_checkpoint.",
   },
@@ -188,6 +201,23 @@ local function restarts(flags)
     limits[kind] = flags[name]
   end
   return limits
+end
+
+--- Whether the slices are made again, and how long that may take.
+---@param flags table
+---@param found ciranda.run.Target
+---@return { wait: number }?
+local function recreate_of(flags, found)
+  if not flags.RECREATE then
+    return nil
+  end
+  local why = not found.cloud and "is for slices of a cloud, not for hosts"
+    or not found.cloud.queued_resource and "is for slices of a queued resource; these are nodes by themselves"
+    or flags.PREEMPTION_RESTARTS < 1 and "goes by --PREEMPTION_RESTARTS, which is 0"
+  if why then
+    err.raise({ code = "usage", message = "--RECREATE " .. why })
+  end
+  return { wait = flags.RECREATE_TIMEOUT }
 end
 
 --- Makes the bundle and says what stays.
@@ -247,6 +277,7 @@ function M.run(context, hooks)
   for _, warning in ipairs(checkpoint_flags.warnings(command, found.slices[1].autocheckpoint)) do
     context.progress:say("Warning: %s", warning)
   end
+  local recreate = recreate_of(flags, found)
   local manifest
   task.all({
     found.login,
@@ -262,6 +293,7 @@ function M.run(context, hooks)
     chips = found.chips,
     renew = found.renew,
     restarts = restarts(flags),
+    recreate = recreate,
     watch = {
       follow = flags.FOLLOW,
       stall = flags.STALL,

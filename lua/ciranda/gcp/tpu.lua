@@ -337,9 +337,19 @@ end
 ---@return ciranda.gcp.QueuedResource
 --- Raises `usage` for the request; `exists` when somebody else's has the name; `quota`, `permission`, `invalid`, ...
 function Tpu:create(request, options)
-  local request_id = options and options.request_id or crypto.uuid4()
   local built = vocabulary.queued_resource(request, { project = self.project, zone = self.zone })
   report_version(built)
+  return self:create_built(built, options)
+end
+
+--- Ask for a queued resource by a message that has been made already: `ciranda.gcp.template` makes one of an answer.
+---@async
+---@param built ciranda.gcp.Template|ciranda.gcp.Built the request's label is put on it
+---@param options { request_id: string? }?
+---@return ciranda.gcp.QueuedResource
+--- Raises what `create` raises.
+function Tpu:create_built(built, options)
+  local request_id = options and options.request_id or crypto.uuid4()
   local node = built.body.tpu.nodeSpec[1].node
   node.labels = node.labels or {}
   node.labels[M.REQUEST_LABEL] = request_id

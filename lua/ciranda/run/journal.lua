@@ -206,6 +206,8 @@ end
 ---@field runners ciranda.journal.Runner[] those that have not said goodbye, oldest first
 ---@field objects table<string, ciranda.journal.Object> by "kind name"
 ---@field job ciranda.run.JobPlace? where the objects of a job are that runs by itself
+---@field recreations table[] queued resources that were asked for again, in order; each { series, request, pause,
+---  recreated }
 ---@field attempts table[] in order; each { attempt, series, gone, command, workers, exits, ended, ... }
 ---@field ended { status: integer, kind: string }? how the last runner ended
 ---@field first_us integer? time of the first fact, microseconds since 1970
@@ -214,7 +216,7 @@ end
 ---@param run string
 ---@return ciranda.journal.State
 local function empty_state(run)
-  return { run = run, runners = {}, objects = {}, attempts = {}, attempt_by_id = {} }
+  return { run = run, runners = {}, objects = {}, recreations = {}, attempts = {}, attempt_by_id = {} }
 end
 
 local FOLD = {}
@@ -254,6 +256,21 @@ end
 
 function FOLD.job(state, fact)
   state.job = fact
+end
+
+function FOLD.recreate(state, fact)
+  local recreation = {}
+  for name, value in pairs(fact) do
+    recreation[name] = value
+  end
+  table.insert(state.recreations, recreation)
+end
+
+function FOLD.recreated(state, fact)
+  local last = state.recreations[#state.recreations]
+  if last then
+    last.recreated = fact.us
+  end
 end
 
 function FOLD.attempt(state, fact)

@@ -8,13 +8,18 @@ local M = {}
 --- The last attempt of a run, which must have been started and not have ended.
 ---@param run string
 ---@param op string for the error
+---@param between boolean? it may have ended when its runner was gone before the run had: on its way to another attempt
 ---@return table attempt as the journal has it
 ---@return ciranda.journal.State state
 -- Raises "not_found" when there is no such run, when it has started nothing, or when nothing of it is running.
-function M.find(run, op)
+function M.find(run, op, between)
   local state = journals.read(run)
   local last = state and state.attempts[#state.attempts]
-  if not state or not last or not last.gone then
+  -- A runner that comes to an end writes how the run has ended.
+  local unfinished = between and last and last.ended and not (state.ended and state.ended.kind)
+  if unfinished then
+    return last, state
+  elseif not state or not last or not last.gone then
     local known = journals.list()
     err.raise({
       code = "not_found",
@@ -66,20 +71,48 @@ function M.fleet(attempt, connect_options)
   return fleets.new(slices, connect_options)
 end
 
+--- Lets the key of an attempt in on machines that were made anew, as the runner that started it did.
+---@param tpu ciranda.gcp.Tpu
+---@param connect_options table
+---@param progress ciranda.cli.Progress
+---@return fun(fleet: ciranda.Fleet)
+local function login(tpu, connect_options, progress)
+  local access = require("ciranda.provider.access")
+  return function(fleet)
+    local _, public = access.key(connect_options.keys)
+    access.ensure({
+      tpu = tpu,
+      fleet = fleet,
+      user = access.user(connect_options.user),
+      user_given = true,
+      public = public,
+      on_note = function(text)
+        progress:say("%s", text)
+      end,
+    })
+  end
+end
+
 --- The machines of an attempt as they are now, once the cloud has them all.
 ---@async
 ---@param attempt table as the journal has it, with `cloud`
 ---@param connect_options table for `fleet.new`, as `fleet` has completed it
 ---@param progress ciranda.cli.Progress
+---@param timeout number? as for `repair.renew`
 ---@return ciranda.Fleet fleet to be closed
 ---@return string? note
 ---@return (fun(worker: ciranda.Worker): table<string, string>)? environment_of
 -- Raises what `repair.renew` raises.
-function M.renew(attempt, connect_options, progress)
+function M.renew(attempt, connect_options, progress, timeout)
   local repair = require("ciranda.run.repair")
+  local cloud = attempt.cloud
+  local tpu = require("ciranda.gcp.tpu").connect({ project = cloud.project, zone = cloud.zone })
   local fleet, slices = repair.renew({
-    cloud = attempt.cloud,
+    cloud = cloud,
+    tpu = tpu,
     fleet_options = connect_options,
+    login = login(tpu, connect_options, progress),
+    timeout = timeout,
     say = function(...)
       progress:say(...)
     end,

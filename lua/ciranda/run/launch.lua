@@ -44,8 +44,10 @@ local M = {}
 ---@field restarts { user: integer?, infra: integer?, preempted: integer? }? further attempts, by how the last one ended
 ---@field restart_pause number? seconds before the first further attempt (5)
 ---@field cloud ciranda.run.Cloud? where the machines come from; `attach` needs it to renew them
----@field renew (fun(): ciranda.Fleet, string?, function?)? before an attempt that follows a failure of the machines:
----  waits until they are back; the fleet as it is now (closed by the run), a note, and `environment_of`
+---@field renew (fun(timeout: number?): ciranda.Fleet, string?, function?)? before an attempt that follows a failure of
+---  the machines: waits until they are back; the fleet as it is now (closed by the run), a note, and `environment_of`
+---@field recreate { wait: number?, pause: number? }? what is SUSPENDED or FAILED for good is deleted and asked for
+---  again, within `restarts.preempted`; see `ciranda.run.recreate`
 ---@field notices boolean? the workers have a metadata server that tells of maintenance and preemption
 ---@field autocheckpoint boolean? the platform sends SIGTERM itself before maintenance
 ---@field hooks table<string, fun(happening: ciranda.run.Happening): any>? see `ciranda.run.hooks`
@@ -123,6 +125,7 @@ local function run_attempt(options, journal, series)
     autocheckpoint = options.autocheckpoint,
     hooks_file = options.hooks_file,
     restarts = options.restarts,
+    recreate = options.recreate,
     staging = options.staging,
     bundle = remembered_bundle(options.bundle),
     environment = options.environment,
@@ -182,23 +185,16 @@ local function conclude(options, budget, result, used)
   return result
 end
 
---- The machines for another attempt: those of the last one, or, where there is a cloud to ask, as they are now.
----@param options ciranda.run.LaunchOptions
----@return string? why there are none
----@return string? kind of end
-local function renew(options)
-  local ok, fleet, note, environment_of = pcall(options.renew)
+--- Calls what may fail as the cloud fails.
+---@return any? problem an error for a person
+local function problem_of(fn, ...)
+  local ok, problem = pcall(fn, ...)
   if ok then
-    options.fleet, options.environment_of = fleet, environment_of
-    if note then
-      options.progress:say("%s", note)
-    end
     return nil
-  elseif not err.is(fleet) or err.is(fleet, "cancelled", "misuse", "internal") then
-    error(fleet, 0)
+  elseif not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+    error(problem, 0)
   end
-  local taken = err.is(fleet, "preempted", "not_found") or fleet.state == "SUSPENDED"
-  return fleet.message, taken and "preempted" or "infra"
+  return problem
 end
 
 --- The hooks that are told of an attempt's end.
@@ -222,6 +218,66 @@ local function tell(options, name, attempt, result)
   }, function(...)
     options.progress:say(...)
   end)
+end
+
+--- The machines for another attempt, as they are now: waits for them, has the user's hook have them made again, or asks
+--- for them again.
+---@param options ciranda.run.LaunchOptions
+---@param journal ciranda.Journal
+---@param last table the last attempt, as the journal has it
+---@return string? why there are none
+---@return string? kind of end
+local function renew(options, journal, last)
+  local again = options.recreate
+    and require("ciranda.run.recreate").new({
+      journal = journal,
+      cloud = options.cloud,
+      attempt = last.attempt,
+      series = last.series,
+      limit = (options.restarts or {}).preempted or 0,
+      wait = options.recreate.wait,
+      pause = options.recreate.pause,
+      say = function(...)
+        options.progress:say(...)
+      end,
+    })
+  local problem = again and problem_of(again.resume, again)
+  local helped = false
+  while true do
+    problem = problem
+      or problem_of(function()
+        local fleet, note, environment_of = options.renew(again and again.wait)
+        options.fleet, options.environment_of = fleet, environment_of
+        if note then
+          options.progress:say("%s", note)
+        end
+      end)
+    if not problem then
+      return nil
+    end
+    local kind = (err.is(problem, "preempted", "not_found") or problem.state == "SUSPENDED") and "preempted"
+      or "infra"
+    if
+      kind == "preempted"
+      and not helped
+      and tell(options, "on_preempted", last.attempt, { message = problem.message }) == true
+    then
+      helped, problem = true, nil -- the hook has had them made again
+    elseif again and err.is(problem, "timeout") and again.wait then
+      return (problem_of(again.give_up, again) or problem).message, kind
+    elseif again then
+      local asked
+      local trouble = problem_of(function()
+        asked = again:after(problem)
+      end)
+      if not asked then
+        return (trouble or problem).message, kind
+      end
+      problem = nil
+    else
+      return problem.message, kind
+    end
+  end
 end
 
 --- Attempts until one has ended the run: done, stopped, or beyond its budget.
@@ -277,10 +333,7 @@ local function continue(options, journal, result)
     task.sleep(pause * (0.75 + math.random() * 0.5))
     if options.renew and result.kind ~= "user" then
       local before = options.fleet
-      local why, kind = renew(options)
-      if kind == "preempted" and tell(options, "on_preempted", last.attempt, { message = why }) == true then
-        why, kind = renew(options) -- the hook has had them made again
-      end
+      local why, kind = renew(options, journal, last)
       if why then
         return conclude(options, budget, {
           status = 1,
@@ -323,13 +376,14 @@ end
 ---@field grace number? seconds a stop by the user gives (what the run was started with)
 ---@field take boolean? take the run from a runner on another machine that never said goodbye
 
---- Takes up a run whose runner is gone: follows its last attempt to the end, and goes on as that runner would have.
+--- Takes up a run whose runner is gone: follows its last attempt to the end, and goes on as that runner would have,
+--- also when that was on its way to another attempt.
 ---@async
 ---@param options ciranda.run.AttachOptions
 ---@return ciranda.run.LaunchResult
 -- Raises "not_found" when there is no such run or nothing of it is running; "busy" when its runner is alive.
 function M.attach(options)
-  local last = known.find(options.run, "attach")
+  local last = known.find(options.run, "attach", true)
   local fleet <close> = known.fleet(last, options.connect_options)
   local journal <close> = journals.open(options.run, { take = options.take })
   local mine = {
@@ -345,6 +399,7 @@ function M.attach(options)
     grace = options.grace or last.grace,
     failure_grace = last.failure_grace,
     restarts = last.restarts,
+    recreate = last.recreate,
     staging = last.staging,
     autocheckpoint = last.autocheckpoint,
     notices = last.cloud ~= nil,
@@ -357,14 +412,24 @@ function M.attach(options)
     watch = last.watch,
     -- The archive may be gone from here; then the workers go on with what they have.
     bundle = last.bundle and uv.fs_stat(last.bundle.archive) and last.bundle or nil,
-    renew = last.cloud and function()
-      return known.renew(last, options.connect_options, options.progress)
+    renew = last.cloud and function(timeout)
+      return known.renew(last, options.connect_options, options.progress, timeout)
     end,
     success = "Finished successfully.",
   }
   mine.use_existing = mine.bundle == nil
   local result
-  do
+  if last.ended then
+    result = {
+      status = last.ended.status,
+      kind = last.ended.kind,
+      message = ("Attempt %s had ended before: %s, exit status %d"):format(
+        last.attempt,
+        last.ended.kind,
+        last.ended.status
+      ),
+    }
+  else
     local round <close> = rounds.new(mine, journal, last.attempt)
     result = round:rejoin()
   end

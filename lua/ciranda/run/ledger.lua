@@ -129,6 +129,18 @@ function M.create(journal, tpu, request, keep)
   return create(journal, tpu, "queued_resource", request, keep, tpu.create)
 end
 
+--- Asks for a queued resource once more, by what was made of an answer.
+---@async
+---@param journal ciranda.Journal
+---@param tpu ciranda.gcp.Tpu
+---@param template ciranda.gcp.Template
+---@param keep string? why it outlives this program
+---@return ciranda.gcp.QueuedResource
+-- Raises what `create` raises.
+function M.create_again(journal, tpu, template, keep)
+  return create(journal, tpu, "queued_resource", template, keep, tpu.create_built)
+end
+
 --- Asks for a node without a queue, in the same way.
 ---@async
 ---@param journal ciranda.Journal
@@ -141,14 +153,20 @@ function M.create_node(journal, tpu, request, keep)
   return create(journal, tpu, "node", request, keep, tpu.create_node)
 end
 
---- Deletes a queued resource that a journal knows, and notes that it is gone when it is.
+--- Deletes a queued resource, and notes that it is gone when it is.
 ---@async
 ---@param journal ciranda.Journal
 ---@param qr ciranda.gcp.QueuedResource
 ---@param options { wait: boolean?, timeout: number?, on_change: fun(state: string)? }? wait: until it is gone (true)
 function M.delete(journal, qr, options)
   options = options or {}
-  journal:intent("object", { kind = "queued_resource", name = qr.id, phase = "deleting" })
+  journal:intent("object", {
+    kind = "queued_resource",
+    name = qr.id,
+    project = qr.tpu.project,
+    zone = qr.tpu.zone,
+    phase = "deleting",
+  })
   qr:delete({ force = true })
   if options.wait ~= false then
     qr:wait("DELETED", { timeout = options.timeout or 1800, on_change = options.on_change })

@@ -138,7 +138,7 @@ end
 ---@field tunnelled table<ciranda.Worker, boolean> of these, those that IAP led to
 ---@field cloud ciranda.run.Cloud? where the slices come from, when a cloud API was asked
 ---@field chips integer? of the slices chosen, when the cloud tells their type
----@field renew (fun(): ciranda.Fleet, string?, function?)? as in `ciranda.run.LaunchOptions`
+---@field renew (fun(timeout: number?): ciranda.Fleet, string?, function?)? as in `ciranda.run.LaunchOptions`
 ---@field login fun() makes sure that the key is let in; call it before much else
 local Target = {}
 Target.__index = Target
@@ -285,7 +285,7 @@ function M.of(slices, tpu, flags, progress)
     tunnelled = tunnelled,
     cloud = cloud,
     chips = cloud and chips_of(slices_of(fleet, slices)),
-    renew = cloud and function()
+    renew = cloud and function(timeout)
       local renewed, now = repair.renew({
         cloud = cloud,
         tpu = tpu,
@@ -295,6 +295,7 @@ function M.of(slices, tpu, flags, progress)
           progress:say(...)
         end,
         login = login,
+        timeout = timeout,
       })
       local environment_of, note = repair.multislice(renewed, now)
       return renewed, note, environment_of

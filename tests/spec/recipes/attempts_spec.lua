@@ -142,4 +142,100 @@ describe("multihost_runner on machines that are lost", function()
     assert.matches("\npreempted: there are no machines for another attempt: .*SUSPENDED", result.err)
     assert.equal(1, #attempts("r3"))
   end)
+
+  it(
+    "asks again for what was taken away for good, when it was told to, and resumes on new machines",
+    function()
+      -- r3 has left it SUSPENDED.
+      local parent = ("/v2/projects/%s/locations/%s/"):format(
+        cloud.simulator.env.CLOUDSDK_CORE_PROJECT,
+        cloud.simulator.env.CLOUDSDK_COMPUTE_ZONE
+      )
+      local made = cloud:run("qr", "delete", "job")
+      assert.equal(0, made.code, made.err)
+      made = cloud:run(
+        "qr",
+        "create",
+        "job",
+        "--spot",
+        "--accelerator-type=v5litepod-4",
+        "--runtime-version=v2-alpha-tpuv5-lite",
+        "--node-count=2",
+        "--node-prefix=job",
+        "--labels=team=night"
+      )
+      assert.equal(0, made.code, made.err)
+      local running = start("r4", "--PREEMPTION_RESTARTS=2", "--RECREATE=true")
+      log_has("r4", "completed step: 12,")
+      control("nodes/job-1:preempt", { notice = 0 })
+      task.timeout(60, function()
+        while not running.errors():find("job is asked for again", 1, true) do
+          task.sleep(0.05)
+        end
+      end)
+      -- The runner dies while it waits, and another goes on.
+      running.program:signal("SIGKILL")
+      local before = running.wait().err
+      local result = cloud:run("attach", "r4")
+      result.err = before .. result.err
+      assert.equal(0, result.code, result.err)
+      local list = attempts("r4")
+      assert.same({ "preempted", "done" }, { list[1].kind, list[2].kind })
+      assert.not_same(list[1].workers[1].pins, list[2].workers[1].pins)
+      assert.matches(
+        "job is SUSPENDED: its machines and what was on their disks are gone.",
+        result.err,
+        1,
+        true
+      )
+      assert.matches("asking for it again (1 of --PREEMPTION_RESTARTS=2)", result.err, 1, true)
+      assert.matches("A restart begins after step %d+", result.err)
+      local log = fs.read(cloud.root .. "/r4/output_slice_0001_worker_0000.txt")
+      local first = tonumber(log:match("completed step: (%d+)"))
+      assert.is_true(first >= 10 and first % 10 == 0, log)
+      -- The intent came before the delete, the delete before the request; and what was asked for is the same.
+      local order = {}
+      for line in fs.read(cloud.root .. "/state/ciranda/runs/r4/journal.jsonl"):gmatch("[^\n]+") do
+        local fact = json.decode(line)
+        if fact.fact == "recreate" or fact.fact == "object" or fact.fact == "recreated" then
+          order[#order + 1] = fact.phase or fact.fact
+        end
+      end
+      assert.same({ "recreate", "deleting", "gone", "intent", "created", "recreated" }, order)
+      local answer = http.request({
+        method = "GET",
+        url = cloud.simulator.url .. parent .. "queuedResources/job",
+        headers = {
+          Authorization = "Bearer " .. fs.read(cloud.simulator.env.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE)
+            :match("%S+"),
+        },
+        timeout = 20,
+      })
+      local now = json.decode(answer.body)
+      assert.is_table(now.spot)
+      assert.equal("night", now.tpu.nodeSpec[2].node.labels.team)
+      assert.equal("job-1", now.tpu.nodeSpec[2].nodeId)
+      -- It outlives the run, as what it took the place of would have.
+      local collected = cloud:run("gc")
+      assert.matches("job%s.*ACTIVE%s+a job%s+keep", collected.out)
+    end
+  )
+
+  it("asks for nothing again beyond the budget, nor what a user has suspended", function()
+    local running = start("r5", "--PREEMPTION_RESTARTS=1", "--INFRA_RESTARTS=1", "--RECREATE=true")
+    log_has("r5", "completed step: 3,")
+    for _, node in ipairs({ "job-0", "job-1" }) do
+      local deleted = cloud:run("tpu_vm", "delete", node, "--force")
+      assert.equal(0, deleted.code, deleted.err)
+    end
+    local result = running.wait()
+    assert.equal(1, result.code, result.err)
+    assert.matches(
+      "job is SUSPENDED and is not asked for again: a user has suspended it",
+      result.err,
+      1,
+      true
+    )
+    assert.matches("\npreempted: there are no machines for another attempt", result.err)
+  end)
 end)

@@ -76,6 +76,7 @@ describe("run.job_view", function()
   local function queued_resource(states, log)
     return setmetatable({
       id = "q",
+      tpu = { project = "p", zone = "z" },
       state = function()
         return #states > 1 and table.remove(states, 1) or states[1]
       end,

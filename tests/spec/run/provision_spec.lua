@@ -9,6 +9,7 @@ describe("run.provision", function()
     function tpu.create(_, request)
       log[#log + 1] = "create"
       return {
+        tpu = tpu,
         id = request.id,
         version = "v2",
         delete = function()

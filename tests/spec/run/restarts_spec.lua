@@ -252,4 +252,106 @@ describe("run.launch with several attempts", function()
     assert.same({ 0, "done" }, { result.status, result.kind }, text())
     assert.same({ "user", "done" }, kinds())
   end)
+
+  it("attach goes on where a runner ended on its way to another attempt", function()
+    local command = "[ -e ../again ] && exit 0; touch ../again; exit 9"
+    local options = settings(command, { restarts = { user = 1 }, restart_pause = 3600 })
+    local attach = {
+      run = "r1",
+      connect_options = { connect = connect, retry_for = 2 },
+      progress = options.progress,
+      json = true,
+      on_interrupt = options.on_interrupt,
+    }
+    local scope <close> = task.scope()
+    local runner = scope:spawn(function()
+      pcall(launch.run, options)
+    end)
+    task.timeout(40, function()
+      while not text():find("Another attempt in", 1, true) do
+        task.sleep(0.02)
+      end
+    end)
+    runner:cancel("killed")
+    runner:wait()
+    assert.same({ "user" }, kinds())
+    local result = launch.attach(attach)
+    assert.same({ 0, "done" }, { result.status, result.kind }, text())
+    assert.same({ "user", "done" }, kinds())
+    -- A run that has come to its end is over.
+    local ok, problem = pcall(launch.attach, attach)
+    assert.is_false(ok)
+    assert.matches("run r1 has ended: done", problem.message, 1, true)
+  end)
+
+  it("a hook that has the machines made again returns true, and they are waited for once more", function()
+    local asked, told = 0, {}
+    local result
+    task.all({
+      function()
+        result = launch.run(settings(trainer("--steps 30 --save-every 5"), {
+          restarts = { preempted = 1 },
+          node_state = function()
+            return "PREEMPTED"
+          end,
+          hooks = {
+            on_preempted = function(what)
+              told[#told + 1] = what.text
+              return true
+            end,
+          },
+          renew = function()
+            asked = asked + 1
+            if asked == 1 then
+              require("ciranda.io.error").raise({ code = "preempted", message = "job is SUSPENDED" })
+            end
+            return fleet.new(slices, { connect = connect, retry_for = 2 })
+          end,
+        }))
+      end,
+      function()
+        when(1, "completed step: 7", function()
+          machines["1.0"]:reboot()
+        end)
+      end,
+    })
+    assert.same({ 0, "done" }, { result.status, result.kind }, text())
+    assert.equal(2, asked)
+    -- The first is the end of the attempt; what a hook returns to that changes nothing.
+    assert.equal(2, #told)
+    assert.equal("job is SUSPENDED", told[2])
+    assert.same({ "preempted", "done" }, kinds())
+  end)
+
+  it("a hook that returns true is believed once: machines that are not there end the run", function()
+    local asked = 0
+    local result
+    task.all({
+      function()
+        result = launch.run(settings("echo up; sleep 60", {
+          restarts = { preempted = 1 },
+          node_state = function()
+            return "PREEMPTED"
+          end,
+          hooks = {
+            on_preempted = function()
+              return true
+            end,
+          },
+          renew = function()
+            asked = asked + 1
+            require("ciranda.io.error").raise({ code = "preempted", message = "job is SUSPENDED" })
+          end,
+        }))
+      end,
+      function()
+        when(1, "up", function()
+          machines["0.0"]:reboot()
+        end)
+      end,
+    })
+    assert.same({ 1, "preempted" }, { result.status, result.kind })
+    assert.equal(2, asked)
+    assert.matches("there are no machines for another attempt: job is SUSPENDED", result.message, 1, true)
+  end)
 end)
