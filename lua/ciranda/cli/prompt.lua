@@ -7,13 +7,14 @@ local M = {}
 --- How often a passphrase may be mistyped.
 local ATTEMPTS = 3
 
--- The terminal is read by a shell: it restores the echo whatever ends it, and Ctrl-C reaches it as any program.
+-- The terminal is read by a shell: it restores the echo whatever ends it, and Ctrl-C reaches it as any program. The
+-- question comes when the echo is off: who answers at once would be shown otherwise.
 local SCRIPT = [[
-printf '%s' "$1" >/dev/tty
 saved=$(stty -g </dev/tty)
 trap 'stty "$saved" </dev/tty' EXIT
 trap 'exit 130' INT TERM
 stty -echo </dev/tty
+printf '%s' "$1" >/dev/tty
 IFS= read -r secret </dev/tty || exit 1
 printf '\n' >/dev/tty
 printf '%s' "$secret"

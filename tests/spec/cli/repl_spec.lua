@@ -30,7 +30,7 @@ describe("the REPL in a terminal", function()
   --- Waits until the screen shows a text, and returns the screen.
   local function until_shown(text, seconds)
     local last
-    local ok = pcall(task.timeout, seconds or 10, function()
+    local ok = pcall(task.timeout, seconds or 30, function()
       while true do
         last = screen()
         if last:find(text, 1, true) then
@@ -117,18 +117,22 @@ describe("the REPL in a terminal", function()
   end)
 
   it("cancels the running line with Ctrl-C, a busy one too, and drops a typed one", function()
-    type_line("task.sleep(60)")
-    task.sleep(0.3)
+    type_line("print('nap' .. 'ping') task.sleep(60)")
+    until_shown("napping\n")
     tmux("send-keys", "-t", "repl", "C-c")
     until_shown("cancelled")
-    type_line("while true do end")
-    task.sleep(0.3)
+    type_line("print('turn' .. 'ing') while true do end")
+    until_shown("turning\n")
     tmux("send-keys", "-t", "repl", "C-c")
     until_shown("interrupted")
     tmux("send-keys", "-t", "repl", "-l", "this is dropped")
-    task.sleep(0.2)
+    until_shown("this is dropped")
     tmux("send-keys", "-t", "repl", "C-c")
-    task.sleep(0.2)
+    task.timeout(20, function()
+      while not screen():find("this is dropped[^\n]*\n>%s*$") do
+        task.sleep(0.05)
+      end
+    end)
     type_line("'after ' .. 'all'")
     until_shown("after all\n")
   end)
@@ -165,6 +169,10 @@ describe("a secret that is asked for", function()
     })
     local chunk = 'local s = require("ciranda.cli.prompt").secret("Word: ") print(#s .. " letters")'
     fs.write(directory .. "/ask.lua", chunk)
+    -- A terminal that takes its time to be told, and somebody who answers at the first sight of the question.
+    local slow = '#!/bin/sh\nsleep 0.3\nPATH=${PATH#*:} exec stty "$@"\n'
+    fs.mkdir_p(directory .. "/bin")
+    fs.write(directory .. "/bin/stty", slow, { mode = tonumber("755", 8) })
     tmux(
       "new-session",
       "-d",
@@ -172,7 +180,7 @@ describe("a secret that is asked for", function()
       "ask",
       "-x",
       "80",
-      ("sh -c '%s %s/ask.lua; sleep 60'"):format(BINARY, directory)
+      ("sh -c 'PATH=%s/bin:$PATH %s %s/ask.lua; sleep 60'"):format(directory, BINARY, directory)
     )
     local function until_shown(text)
       local shown = ""
