@@ -10,8 +10,8 @@
  *   ssh_start.c      opening a channel for a command, a subsystem or a tunnel
  *   ssh_channel.c    its streams, exit and signals; ssh_channel_lua.c its methods in Lua
  *   ssh_socket.c     a session's bytes over a TCP socket
- *   ssh_stream.c     a session's bytes over functions in Lua (a jump host, a relay, a proxy
- * command) ssh_key*.c       private keys
+ *   ssh_stream.c     a session's bytes over functions in Lua: a jump host, a relay, a program
+ *   ssh_key*.c       private keys
  *
  * How libssh2 is kept from what hurts its users. Each rule answers a failure that was measured with
  * 1.10 and 1.11.1 or that is an open report against them.
@@ -37,7 +37,9 @@
  * 6. Freeing may answer EAGAIN for ever on a dead peer: the transport is closed first, after which
  *    its callbacks fail instead, and the number of attempts is bounded.
  * 7. libssh2's keepalive leaks a packet an answer. We open and close a channel instead, which every
- *    server answers, only once the user is authenticated, and count silence.
+ *    server answers, only once the user is authenticated, and count silence. A session that has no
+ *    channel to read the socket with does so too when something has waited for CIR_SSH_DEAF_MS: a
+ *    server that asks for signs of life (ClientAliveInterval) would hang up on it.
  * 8. One session may not hold up the others: a pump reads CIR_SSH_ALLOWANCE bytes at most, and all
  *    pumps of a turn share CIR_SSH_TURN_NS; the rest is done on the next turn.
  * 9. A packet of ChaCha20-Poly1305 that fails its check is taken for a packet of type 1 (1.11.1):
@@ -76,6 +78,7 @@ enum {
   CIR_SSH_PER_BYTE = 128,           /* and for a byte of a window: one that comes in a packet */
   CIR_SSH_ALLOWANCE = 256 * 1024,   /* received bytes a pump */
   CIR_SSH_TURN_NS = 6 * 1000000,    /* for all pumps between two looks at the sockets */
+  CIR_SSH_DEAF_MS = 1000,           /* how long what has come may wait where nothing is read */
   CIR_SSH_OUT_FULL = 128 * 1024,    /* unsent bytes from which channels wait */
   CIR_SSH_OUT_MAX = 8 * 1024 * 1024 /* unsent bytes at which the peer is given up */
 };
@@ -217,6 +220,7 @@ struct cir_ssh_session {
   int on_close;
   uint64_t received, sent;              /* bytes */
   uint64_t keepalive, next_tick, heard; /* milliseconds; `received` at the last tick */
+  uint64_t listen_at;                   /* when what waits unread is read, 0 for never */
   unsigned missed, most_missed;
   size_t allowance;
   size_t given;               /* memory given out since the last read or write (rule 9) */

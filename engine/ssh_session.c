@@ -89,6 +89,7 @@ static void flush(cir_ssh_session *session) {
  * requests, data for channels that Lua has paused (which their windows bound). libssh2 has no call
  * for that; reading a stream that no peer sends does it. A channel that is closed on both sides
  * serves too, provided its window is full: a smaller one would be adjusted, on a closed channel.
+ * Where there is neither, on_alarm opens one after a while.
  */
 static void drain(cir_ssh_session *session) {
   enum { NO_STREAM = 77 };
@@ -135,6 +136,8 @@ static void on_alarm(uv_timer_t *timer);
  */
 static void set_alarm(cir_ssh_session *session) {
   uint64_t alarm = session->next_tick;
+  if (session->listen_at > 0 && (alarm == 0 || session->listen_at < alarm))
+    alarm = session->listen_at;
   for (cir_ssh_operation *operation = session->operations; operation != NULL;
        operation = operation->next)
     if (operation->deadline > 0 && (alarm == 0 || operation->deadline < alarm))
@@ -211,6 +214,10 @@ static void pump(cir_ssh_session *session) {
     bury(session);
   } else {
     session->deaf = session->unread;
+    if (!session->deaf || !session->authenticated)
+      session->listen_at = 0;
+    else if (session->listen_at == 0)
+      session->listen_at = cir_ssh_now(session) + CIR_SSH_DEAF_MS;
     session->transport->kind->watch(session->transport, !session->deaf,
                                     cir_buffer_size(&session->out) > 0);
     set_alarm(session);
@@ -277,6 +284,19 @@ static int push_nothing(cir_ssh_operation *operation, lua_State *L) {
 static const cir_ssh_operation_kind PING = {
     .phase = "session", .step = step_ping, .push = push_nothing};
 
+/* Ask it, unless it is being asked something already. */
+static void ask(cir_ssh_session *session) {
+  cir_ssh_operation *ping = session->operations == NULL ? calloc(1, sizeof *ping) : NULL;
+  if (ping == NULL)
+    return;
+  ping->kind = &PING;
+  ping->session = session;
+  ping->on_done = CIR_NO_CALLBACK;
+  ping->anchor = LUA_NOREF;
+  ping->reported = true;
+  session->operations = ping;
+}
+
 /* Once an interval: silence is counted, and asked about. */
 static void tick(cir_ssh_session *session) {
   session->next_tick = cir_ssh_now(session) + session->keepalive;
@@ -292,17 +312,7 @@ static void tick(cir_ssh_session *session) {
     cir_ssh_die(session, &fault);
     return;
   }
-  if (session->operations != NULL) /* it asks already, or waits for an answer */
-    return;
-  cir_ssh_operation *ping = calloc(1, sizeof *ping);
-  if (ping == NULL)
-    return;
-  ping->kind = &PING;
-  ping->session = session;
-  ping->on_done = CIR_NO_CALLBACK;
-  ping->anchor = LUA_NOREF;
-  ping->reported = true;
-  session->operations = ping;
+  ask(session);
 }
 
 static void on_alarm(uv_timer_t *timer) {
@@ -310,6 +320,10 @@ static void on_alarm(uv_timer_t *timer) {
   session->alarm = 0;
   if (session->next_tick > 0 && session->next_tick <= cir_ssh_now(session))
     tick(session);
+  if (session->listen_at > 0 && session->listen_at <= cir_ssh_now(session)) {
+    session->listen_at = 0;
+    ask(session); /* who waits for the answer reads what came before it, and leaves a spare */
+  }
   pump(session);
 }
 
