@@ -11,6 +11,9 @@
 #include <lualib.h>
 #include <luv/lhandle.h>
 #include <luv/luv.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -411,7 +414,20 @@ static void shut_down(cir_runtime *rt, int status) {
   free(rt);
 }
 
+/*
+ * Lua frees what a stream of output was in bursts, a few MiB at each collection. glibc would give
+ * them back to the kernel and ask for them again, cleared: 50,000 page faults and a twentieth of
+ * the time of 1 GiB over SSH. It keeps 8 MiB instead, and takes pieces of up to 1 MiB from there.
+ */
+static void keep_freed_memory(void) {
+#ifdef __GLIBC__
+  mallopt(M_TRIM_THRESHOLD, 8 << 20);
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+#endif
+}
+
 int cir_main(int argc, char **argv, const char *lua_dir) {
+  keep_freed_memory();
   cir_runtime *rt = calloc(1, sizeof *rt);
   if (rt == NULL || uv_loop_init(&rt->loop) < 0) {
     fputs("ciranda: out of memory\n", stderr);
