@@ -25,8 +25,9 @@ M.flags = {
   { name = "recurse", type = "boolean", default = false, help = "Directories with everything in them." },
   {
     name = "via",
-    help = "gs://BUCKET/DIRECTORY: to workers, directories go there once, and each worker fetches them by its own "
-      .. "service account; one that cannot gets them over its connection.",
+    help = "How directories come to workers. gs://BUCKET/DIRECTORY: they go there once, and each worker fetches them "
+      .. "by its own service account. workers, or workers:N: they go to 2, or N, of the workers, and from them to the "
+      .. "others over the internal network. A worker that cannot fetch them gets them over its connection.",
   },
   {
     name = "batch-size",

@@ -1,5 +1,5 @@
 ---@meta ciranda.core.crypto
---- Digests, RS256, base64 and random bytes (engine/crypto.c). Private: use ciranda.io.crypto.
+--- Digests, RS256, AES-256-CTR, base64 and random bytes (engine/crypto.c). Private: use ciranda.io.crypto.
 
 ---@class ciranda.core.crypto
 local M = {}
@@ -29,6 +29,13 @@ function M.start(algorithm) end
 ---@param data string
 ---@return string bytes
 function M.hmac(algorithm, key, data) end
+
+--- AES-256 in counter mode, which encrypts and decrypts alike.
+---@param key string 32 bytes
+---@param counter string 16 bytes, of the first block
+---@param data string
+---@return string
+function M.aes256_ctr(key, counter, data) end
 
 ---@class ciranda.core.crypto.Wanted
 ---@field sha256 boolean?

@@ -275,8 +275,9 @@ end
 ---@param destination string a path on the workers, relative to the login directory unless absolute
 ---@param options { mode: integer?, limit: integer?, on_result: fun(result: ciranda.fleet.Result)?, via: string?,
 ---  on_note: fun(text: string)? }? mode of a file (its own); on_result: called as each worker has it; via: of a
----  directory, "gs://BUCKET/DIRECTORY" from which the workers fetch it by themselves; a worker that cannot gets it
----  over its connection, which on_note is told
+---  directory, "gs://BUCKET/DIRECTORY" from which the workers fetch it by themselves, or "workers" ("workers:N"): 2 (N)
+---  get it from here and the others from those who have it; a worker that cannot gets it over its connection, which
+---  on_note is told
 ---@return ciranda.fleet.Results
 function Fleet:push(source, destination, options)
   return require("ciranda.fleet.transfer").push(self, source, destination, options or {})

@@ -3,10 +3,12 @@
 -- A worker that has the destination is asked what is in it, with few bytes: it hashes the files that would come and
 -- answers with one digest for every GROUP of them. Those of groups that differ are asked for one by one. What differs
 -- in content, mode or type is sent; times of what stays are left alone. Archives are kept by what is in them: workers
--- that miss the same files get the same one.
+-- that miss the same files get the same one. A worker gets it over its connection, from a bucket, or from another
+-- worker (`ciranda.fleet.relay`).
 local archive = require("ciranda.fleet.archive")
 local crypto = require("ciranda.io.crypto")
 local fs = require("ciranda.io.fs")
+local nodeset = require("ciranda.fleet.nodeset")
 local process = require("ciranda.io.process")
 local task = require("ciranda.task")
 
@@ -80,7 +82,11 @@ end
 ---@field directory string for archives
 ---@field level integer of gzip
 ---@field manifest ciranda.archive.Manifest
+---@field workers integer how many workers there are
 ---@field bucket ciranda.fleet.Bucket? where workers fetch archives
+---@field seeds integer? workers fetch them from each other, and so many from here
+---@field relays ciranda.fleet.Relay[]
+---@field scope ciranda.Scope in which these run
 ---@field private lock ciranda.task.Semaphore
 ---@field private made table<string, any>
 local Parcel = {}
@@ -206,23 +212,25 @@ function Parcel:archive_without(found)
   end)
 end
 
---- The archive piece by piece, each read once for all workers unless that takes too much memory.
+--- A file piece by piece, each read once for all workers unless that takes too much memory.
 ---@private
-function Parcel:reader(part)
+---@param path string
+---@param size integer
+function Parcel:reader(path, size)
   local offset = 0
   local function read(at)
-    local file <close> = fs.open(part.archive)
+    local file <close> = fs.open(path)
     return file:read(PIECE, at)
   end
   return function()
     local at = offset
     offset = at + PIECE
-    if at >= part.archive_size then
+    if at >= size then
       return nil
-    elseif part.archive_size > SHARED then
+    elseif size > SHARED then
       return read(at)
     end
-    return self:once(("%s %d"):format(part.archive, at), function()
+    return self:once(("%s %d"):format(path, at), function()
       return read(at)
     end)
   end
@@ -265,19 +273,36 @@ function Parcel:object(part)
   end)
 end
 
---- Bring one worker what it misses.
+--- What brings the archive from worker to worker, made once.
 ---@private
----@return table answer of the command that unpacked it
----@return string? note why it did not come by the bucket
-function Parcel:deliver(connection)
-  local part = self:archive_without(self:found_by(connection))
-  local patience = PATIENCE + part.archive_size / SLOWEST
-  local values = {
-    archive = (".ciranda-push-%s.tar.gz"):format(crypto.hex(crypto.random(6))),
-    destination = quote(self.destination),
-    size = tostring(part.archive_size),
-  }
-  local note
+---@return ciranda.fleet.Relay
+function Parcel:relay(part, patience)
+  local relay = require("ciranda.fleet.relay")
+  return self:once("relay " .. part.archive, function()
+    local sealed = relay.seal(part.archive, part.archive_size, part.archive .. ".sealed")
+    local made = relay.new(self.scope, {
+      sealed = sealed,
+      reader = function()
+        return self:reader(sealed.path, sealed.size)
+      end,
+      destination = self.destination,
+      seeds = self.seeds,
+      patience = patience,
+      slowest = SLOWEST,
+      command = command,
+    })
+    table.insert(self.relays, made)
+    return made
+  end)
+end
+
+--- Let the worker fetch the archive by itself, where that was asked for and is worth it.
+---@private
+---@param values table<string, string> for commands
+---@return table? answer of the command that unpacked it; nil: it has to be sent
+---@return string? reason why it could not fetch it
+---@return ciranda.Worker? from whom it has it
+function Parcel:fetched(worker, connection, part, values, patience)
   if self.bucket then
     values.url, values.sum = quote(self:object(part)), part.archive_sha256
     values.patience, values.refusal = ("%d"):format(math.ceil(patience)), tostring(NOT_FETCHED)
@@ -285,9 +310,64 @@ function Parcel:deliver(connection)
     if answer.code ~= NOT_FETCHED then
       return answer
     end
-    note = answer.stderr:match("[^\n]+") or "what it fetched was not what was put there"
+    return nil, answer.stderr:match("[^\n]+") or "what it fetched was not what was put there"
+  elseif self.seeds and self.workers > self.seeds then
+    if part.archive_size >= require("ciranda.fleet.relay").LEAST then
+      return self:relay(part, patience):deliver(worker, connection)
+    end
   end
-  return connection:exec(command(UNPACK, values), { stdin = self:reader(part), timeout = patience }), note
+end
+
+--- Bring one worker what it misses.
+---@private
+---@param on_failure fun(reason: string) told why it could not fetch it by itself
+---@return table answer of the command that unpacked it
+---@return ciranda.Worker? from whom it has it
+function Parcel:deliver(worker, connection, on_failure)
+  local part = self:archive_without(self:found_by(connection))
+  local patience = PATIENCE + part.archive_size / SLOWEST
+  local values = {
+    archive = (".ciranda-push-%s.tar.gz"):format(crypto.hex(crypto.random(6))),
+    destination = quote(self.destination),
+    size = tostring(part.archive_size),
+  }
+  local answer, reason, from = self:fetched(worker, connection, part, values, patience)
+  if answer then
+    return answer, from
+  elseif reason then
+    on_failure(reason)
+  end
+  local stdin = self:reader(part.archive, part.archive_size)
+  return connection:exec(command(UNPACK, values), { stdin = stdin, timeout = patience })
+end
+
+--- Says who could not fetch the files and why: the first of each reason at once, the others in the end.
+---@param way string
+---@param say fun(text: string)?
+---@return fun(worker: ciranda.Worker, reason: string) note
+---@return fun() tell
+local function notes_of(way, say)
+  local text = "%s could not fetch from %s (%s): over the connection instead"
+  local reasons, others = {}, {}
+  local function note(worker, reason)
+    if not others[reason] then
+      others[reason] = {}
+      table.insert(reasons, reason)
+      if say then
+        say(text:format(("slice %d worker %d"):format(worker.slice, worker.index), way, reason))
+      end
+    else
+      table.insert(others[reason], worker)
+    end
+  end
+  return note,
+    function()
+      for _, reason in ipairs(reasons) do
+        if say and #others[reason] > 0 then
+          say(text:format(nodeset.fold(others[reason]), way, reason))
+        end
+      end
+    end
 end
 
 --- Push a directory with everything in it. See `fleet:push`.
@@ -298,7 +378,9 @@ end
 ---@param options { limit: integer?, on_result: function?, via: string?, on_note: fun(text: string)? }
 ---@return ciranda.fleet.Results
 function M.directory(fleet, source, destination, options)
-  local bucket = options.via and bucket_of(options.via)
+  local via = options.via
+  local seeds = via and require("ciranda.fleet.relay").seeds(via)
+  local bucket = via and not seeds and bucket_of(via)
   local temporary = fs.tempdir("ciranda-push")
   local _ <close> = setmetatable({}, {
     __close = function()
@@ -308,6 +390,7 @@ function M.directory(fleet, source, destination, options)
       end
     end,
   })
+  local scope <close> = task.scope()
   local parcel = setmetatable({
     destination = destination,
     directory = temporary,
@@ -315,26 +398,34 @@ function M.directory(fleet, source, destination, options)
     manifest = archive.walk(source, function()
       return "keep"
     end),
+    workers = #fleet,
     bucket = bucket,
+    seeds = seeds,
+    relays = {},
+    scope = scope,
     lock = task.semaphore(1),
     made = {},
   }, Parcel)
-  return fleet:gather_results(function(worker, link)
+  local note, tell = notes_of(seeds and "other workers" or via, options.on_note)
+  local results = fleet:gather_results(function(worker, link)
     return link:use(function(connection)
-      local answer, note = parcel:deliver(connection)
-      if note and options.on_note then
-        options.on_note(
-          ("slice %d worker %d could not fetch from %s (%s): it got the files over its connection"):format(
-            worker.slice,
-            worker.index,
-            options.via,
-            note
-          )
-        )
-      end
-      return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
+      local answer, from = parcel:deliver(worker, connection, function(reason)
+        note(worker, reason)
+      end)
+      return {
+        code = answer.code,
+        signal = answer.signal,
+        stdout = answer.stdout,
+        stderr = answer.stderr,
+        from = from,
+      }
     end)
   end, options.limit, options.on_result)
+  for _, relay in ipairs(parcel.relays) do
+    relay:finish()
+  end
+  tell()
+  return results
 end
 
 return M

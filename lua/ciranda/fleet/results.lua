@@ -14,6 +14,7 @@ local M = {}
 ---@field stdout string
 ---@field stderr string
 ---@field err ciranda.Error? the connection failed: whether the command ran is unknown when it had been sent
+---@field from ciranda.Worker? of a push `via = "workers"`: the worker that it has the files from, nil: from here
 
 ---@class ciranda.fleet.Results
 ---@field [integer] ciranda.fleet.Result

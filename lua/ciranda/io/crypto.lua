@@ -1,4 +1,4 @@
---- Digests, checksums, signatures, base64 and random bytes.
+--- Digests, checksums, signatures, a cipher, base64 and random bytes.
 ---
 --- Digests and signatures are raw bytes; `hex` and `base64` make text of them.
 
@@ -67,6 +67,25 @@ end
 ---@return string mac raw bytes
 function M.hmac(algorithm, key, data)
   return core.hmac(algorithm, key, data)
+end
+
+--- Encrypt or decrypt with AES-256 in counter mode (NIST SP 800-38A). It hides the data and does not protect them from
+--- being changed: send their digest or MAC another way. A key and counter are for one text only.
+---@param key string 32 bytes
+---@param counter string 16 bytes: the first block's, big-endian
+---@param data string
+---@param offset integer? where the data are in the whole text: a multiple of 16 bytes; 0
+---@return string
+function M.aes256_ctr(key, counter, data, offset)
+  if offset and offset > 0 then
+    if offset % 16 ~= 0 then
+      errors.misuse(2, "crypto.aes256_ctr: the offset %d is not that of a block of 16 bytes", offset)
+    end
+    local high, low = (">i8i8"):unpack(counter)
+    local sum = low + offset // 16
+    counter = (">i8i8"):pack(math.ult(sum, low) and high + 1 or high, sum)
+  end
+  return core.aes256_ctr(key, counter, data)
 end
 
 --- Sign with RSASSA-PKCS1-v1_5 and SHA-256 (RFC 7518's RS256).

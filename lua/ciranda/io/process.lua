@@ -169,9 +169,7 @@ local function run(argv, started)
   started.process = process
   do
     local scope <close> = scopes.new()
-    if process.writer then
-      scope:spawn("standard input of " .. argv[1], feed, process, argv.stdin)
-    end
+    local feeder = process.writer and scope:spawn("standard input of " .. argv[1], feed, process, argv.stdin)
     for _, what in ipairs({ "stdout", "stderr" }) do
       local callback = argv["on_" .. what]
       if callback then
@@ -189,6 +187,9 @@ local function run(argv, started)
       end
     end
     process:wait()
+    if feeder then
+      feeder:cancel("the program has ended") -- it may be waiting for what there is to write
+    end
   end
   return process.result
 end

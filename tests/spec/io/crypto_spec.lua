@@ -165,6 +165,48 @@ describe("ciranda.io.crypto", function()
     end)
   end)
 
+  describe("aes256_ctr", function()
+    -- NIST SP 800-38A, F.5.5 and F.5.6.
+    local function bytes(hex)
+      return (
+        hex:gsub("%s", ""):gsub("..", function(pair)
+          return string.char(tonumber(pair, 16))
+        end)
+      )
+    end
+    local key = bytes("603deb1015ca71be2b73aef0857d7781 1f352c073b6108d72d9810a30914dff4")
+    local counter = bytes("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff")
+    local plain = bytes([[6bc1bee22e409f96e93d7e117393172a ae2d8a571e03ac9c9eb76fac45af8e51
+      30c81c46a35ce411e5fbc1191a0a52ef f69f2445df4f9b17ad2b417be66c3710]])
+    local sealed = bytes([[601ec313775789a5b7a7f504bbf3d228 f443e3ca4d62b59aca84e990cacaf5c5
+      2b0930daa23de94ce87017ba2d84988d dfc9c58db67aada613c2dd08457941a6]])
+
+    it("gives what the standard gives, both ways and from any block", function()
+      assert.equal(sealed, crypto.aes256_ctr(key, counter, plain))
+      assert.equal(plain, crypto.aes256_ctr(key, counter, sealed))
+      for _, offset in ipairs({ 16, 32, 48 }) do
+        assert.equal(sealed:sub(offset + 1), crypto.aes256_ctr(key, counter, plain:sub(offset + 1), offset))
+      end
+      -- The counter is one number of 128 bits.
+      local last = ("\0"):rep(7) .. "\1" .. ("\255"):rep(8)
+      local text = ("x"):rep(40)
+      local whole = crypto.aes256_ctr(key, last, text)
+      assert.equal(whole:sub(17), crypto.aes256_ctr(key, last, text:sub(17), 16))
+      assert.equal(whole:sub(33), crypto.aes256_ctr(key, last, text:sub(33), 32))
+      assert.equal("", crypto.aes256_ctr(key, counter, ""))
+    end)
+
+    it("refuses keys and counters of other sizes, and an offset within a block", function()
+      for _, call in ipairs({
+        { "short", counter, plain },
+        { key, "short", plain },
+        { key, counter, plain, 8 },
+      }) do
+        assert.is_false(pcall(crypto.aes256_ctr, table.unpack(call)))
+      end
+    end)
+  end)
+
   describe("hmac", function()
     it("agrees with RFC 2202 and RFC 4231", function()
       assert.equal(

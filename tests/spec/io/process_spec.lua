@@ -127,6 +127,17 @@ describe("process.run", function()
     "does not mind a program that reads nothing",
     within(function()
       assert.equal(0, process.run({ "true", stdin = ("x"):rep(10000000) }).code)
+      -- Nor is a program that has ended waited for by who waits for something to write.
+      local never = task.event()
+      assert.equal(
+        0,
+        process.run({
+          "true",
+          stdin = function()
+            never:wait()
+          end,
+        }).code
+      )
     end)
   )
 

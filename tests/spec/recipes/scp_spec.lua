@@ -2,7 +2,10 @@
 local fs = require("ciranda.io.fs")
 local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
+local task = require("ciranda.task")
+local uv = require("luv")
 
 describe("scp", function()
   local cloud, code
@@ -117,10 +120,71 @@ describe("scp", function()
     result = cloud:run(table.unpack(words))
     on_workers("rm -r bin .bashrc")
     assert.equal(0, result.code, result.err)
-    assert.matches("slice 0 worker 0 could not fetch from gs://bucket/tmp", result.err, 1, true)
+    assert.matches("slice 0 worker %d could not fetch from gs://bucket/tmp %(", result.err)
     assert.matches("(4)\n---------------\nmore\n", on_workers("cat by/more"), 1, true)
     assert.equal(2, cloud:run("scp", "run.sh", "job:", "--via=gs://bucket").code)
     assert.equal(2, cloud:run("scp", "--recurse", "by", "job:", "--via=gs://").code)
+  end)
+
+  it("brings a directory from worker to worker, and leaves nothing when the runner is killed", function()
+    local addresses = {}
+    for address in on_workers("echo $SSH_CONNECTION"):gmatch("%S+ %d+ (%S+ %d+)\n") do
+      table.insert(addresses, " " .. address .. "\0")
+    end
+    assert.equal(4, #addresses)
+
+    --- The programs that pass files on, on this simulator's workers.
+    local function programs()
+      local count = 0
+      for _, entry in ipairs(fs.list("/proc")) do
+        local ok, line = pcall(fs.read, "/proc/" .. entry.name .. "/cmdline")
+        if ok and line:find("^[^%z]*python3%z%-ISc%z\n?# ciranda%-push") then
+          local known, environment = pcall(fs.read, "/proc/" .. entry.name .. "/environ")
+          for _, address in ipairs(addresses) do
+            count = count + (known and environment:find(address, 1, true) and 1 or 0)
+          end
+        end
+      end
+      return count
+    end
+
+    fs.mkdir(code .. "/tree")
+    fs.write(code .. "/tree/big", require("ciranda.io.crypto").random(600000))
+    local words = { "scp", "--recurse", "tree", "job:", "--worker=all", "--via=workers:1" }
+    local result = cloud:run(table.unpack(words))
+    assert.equal(0, result.code, result.err)
+    assert.is_nil(result.err:find("could not fetch", 1, true), result.err)
+    local sum = process.run({ "sha256sum", "tree/big", cwd = code }).stdout
+    assert.matches(
+      "slice0/worker[0-3] (4)\n---------------\n" .. sum,
+      on_workers("sha256sum tree/big"),
+      1,
+      true
+    )
+
+    -- A worker whose python3 never answers: the others have the files and wait to be asked for them.
+    on_workers(
+      "rm -r tree; [ $(hostname | tail -c 2) != 3 ] || { mkdir -p bin && printf '#!/bin/sh\\n"
+        .. '[ -z "$2" ] || exec sleep 1000\\n\' > bin/python3 && chmod 755 bin/python3 && '
+        .. "echo 'PATH=$HOME/bin:$PATH' > .bashrc; }"
+    )
+    local running = cloud:start_program(table.unpack(words))
+    local function wait_for(count)
+      local deadline = uv.hrtime() + 60e9
+      while programs() ~= count do
+        assert(
+          uv.hrtime() < deadline,
+          ("%d programs, not %d: %s"):format(programs(), count, running.errors())
+        )
+        task.sleep(0.05)
+      end
+    end
+    wait_for(3)
+    running.program:signal("SIGKILL")
+    running.wait()
+    wait_for(0)
+    assert.is_nil(on_workers("rm -rf bin .bashrc tree; ls -a"):find("ciranda-push", 1, true))
+    assert.equal(2, cloud:run("scp", "--recurse", "tree", "job:", "--via=workers:0").code)
   end)
 
   it("expands patterns on each worker, and says where nothing matches", function()

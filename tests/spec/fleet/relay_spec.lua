@@ -1,0 +1,463 @@
+-- A directory from worker to worker. The machines run real commands; their internal addresses are 127.88.0.x.
+local fleets = require("ciranda.fleet")
+local fs = require("ciranda.io.fs")
+local process = require("ciranda.io.process")
+local relay = require("ciranda.fleet.relay")
+local relay_script = require("ciranda.fleet.relay_script")
+local task = require("ciranda.task")
+local uv = require("luv")
+
+local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+
+describe("fleet:push via workers", function()
+  local root, source, machines, fleet, notes, saved
+
+  local function make(slices, workers)
+    local list, connect
+    list, connect, machines = machines_of.make(slices, workers, { root = root })
+    local number = 0
+    for _, slice in ipairs(list) do
+      for _, worker in ipairs(slice.workers) do
+        number = number + 1
+        worker.internal_address = "127.88.0." .. number
+        machines[worker.address].number = number
+      end
+    end
+    fleet = fleets.new(list, { connect = connect, retry_for = 1 })
+  end
+
+  before_each(function()
+    root = fs.tempdir("ciranda-relay-spec")
+    source = root .. "/source"
+    fs.mkdir_p(source .. "/sub")
+    fs.write(source .. "/sub/big", require("ciranda.io.crypto").random(700000))
+    fs.write(source .. "/run.sh", "echo run\n", { mode = 493 })
+    fs.symlink("sub/big", source .. "/link")
+    uv.fs_utime(source .. "/run.sh", 1e9, 1e9)
+    notes = {}
+    saved = { connect = relay.CONNECT, stall = relay.STALL }
+  end)
+
+  after_each(function()
+    relay.CONNECT, relay.STALL = saved.connect, saved.stall
+    fleet:close()
+    for _, machine in pairs(machines) do
+      machine:kill_all()
+    end
+    fs.remove_tree(root)
+  end)
+
+  local function push(options)
+    options = options or {}
+    options.via = options.via or "workers"
+    options.on_note = function(text)
+      table.insert(notes, text)
+    end
+    return fleet:push(source, "code", options)
+  end
+
+  --- Waits for what has to come about.
+  local function wait_for(what, condition)
+    local deadline = uv.hrtime() / 1e9 + 60
+    while not condition() do
+      assert(uv.hrtime() / 1e9 < deadline, what .. " never came about")
+      task.sleep(0.02)
+    end
+  end
+
+  --- The programs of a relay that run on a machine.
+  local function programs(machine)
+    local list = {}
+    for pid, line in pairs(machine:processes()) do
+      if line:find("python3 -ISc", 1, true) and not line:find("^%S*sh ") then
+        list[#list + 1] = pid
+      end
+    end
+    return list
+  end
+
+  --- Everything arrived as it is here, and nothing else is left.
+  local function check(results)
+    results:check()
+    for _, machine in pairs(machines) do
+      local answer = process.run({ "diff", "-r", source, machine.home .. "/code" })
+      assert.equal("", answer.stdout .. answer.stderr)
+      assert.equal(493, fs.stat(machine.home .. "/code/run.sh").mode)
+      assert.equal(1e9, fs.stat(machine.home .. "/code/run.sh").mtime)
+      assert.equal("sub/big", fs.readlink(machine.home .. "/code/link"))
+      for _, entry in ipairs(fs.list(machine.home)) do
+        assert.is_nil(entry.name:find("push", 1, true), entry.name)
+      end
+      wait_for("the end of the programs", function()
+        return #programs(machine) == 0
+      end)
+    end
+  end
+
+  --- Workers that have it from others.
+  local function fetched(results)
+    local count = 0
+    for _, result in ipairs(results) do
+      count = count + (result.from and 1 or 0)
+    end
+    return count
+  end
+
+  --- Another python3 for a machine: a script that may run the real one, $real.
+  local function python(machine, script)
+    fs.mkdir_p(machine.home .. "/bin")
+    fs.write(machine.home .. "/bin/python3", "#!/bin/sh\nreal=/usr/bin/python3\n" .. script, { mode = 493 })
+    machine.env.PATH = machine.home .. "/bin:" .. os.getenv("PATH")
+  end
+
+  --- The program there with some of its text replaced.
+  local function altered(machine, from, to)
+    assert(relay_script.SCRIPT:find(from, 1, true), from)
+    fs.write(machine.home .. "/from", from)
+    fs.write(machine.home .. "/to", to)
+    python(
+      machine,
+      [[[ -n "$2" ] || exit 0
+exec $real -ISc "import sys
+a, b = open('$HOME/from').read(), open('$HOME/to').read()
+exec(sys.argv[1].replace(a, b), {'__name__': 'altered'})" "$2"
+]]
+    )
+  end
+
+  it("sends it to as many as are asked for, and each of the others has it from one of them", function()
+    make(2, 5)
+    local results = push()
+    check(results)
+    assert.is_true(fetched(results) >= 8)
+    assert.same({}, notes)
+    -- The key and the token are in no command line, and the archive was sent no third time.
+    local started = 0
+    for _, machine in pairs(machines) do
+      for _, command in ipairs(machine.commands) do
+        assert.is_nil(command:find("%x%x%x%x%x%x%x%x%x%x%x%x%x%x%x%x"))
+        started = started + (command:find("ciranda-push: files", 1, true) and 1 or 0)
+        assert.is_nil(command:find("cat >", 1, true))
+      end
+    end
+    assert.equal(10, started)
+  end)
+
+  it(
+    "takes the number of those who get it from here, and goes on with the workers one after the other",
+    function()
+      make(1, 4)
+      local results = push({ via = "workers:1", limit = 1 })
+      check(results)
+      assert.equal(3, fetched(results))
+      assert.is_nil(results[1].from)
+      for _, bad in ipairs({ "workers:", "workers:0", "workers:x", "workers 2" }) do
+        local ok, e = pcall(push, { via = bad })
+        assert.is_false(ok)
+        assert.equal("usage", e.code)
+      end
+    end
+  )
+
+  it("uses no programs for what is small: a second push sends what has changed", function()
+    make(1, 4)
+    check(push())
+    fs.write(source .. "/run.sh", "echo other\n")
+    uv.fs_utime(source .. "/run.sh", 1e9, 1e9)
+    local results = push()
+    check(results)
+    assert.equal(0, fetched(results))
+  end)
+
+  -- In a program: the first to come here does this, the others do that.
+  local function first(indent, this, that)
+    local text = [[
+try:
+    os.close(os.open("%s/first", os.O_CREAT | os.O_EXCL))
+    %s
+except FileExistsError:
+    %s
+]]
+    return (text:format(root, this, that):gsub("[^\n]+", (" "):rep(indent) .. "%0"))
+  end
+
+  it("gives those who fetch from a worker that dies to another", function()
+    make(1, 6)
+    for _, machine in pairs(machines) do
+      altered(
+        machine,
+        "                guest.sendall(data)\n",
+        first(16, "guest.sendall(data[:99999]); os._exit(9)", "guest.sendall(data)")
+      )
+    end
+    local results = push()
+    check(results)
+    assert.is_truthy(fs.exists(root .. "/first"))
+    assert.is_true(fetched(results) >= 3)
+    -- The one that died may not have unpacked its own.
+    assert.is_true(#notes <= 1)
+    assert.is_truthy(not notes[1] or notes[1]:find("its python3 ended with status 9", 1, true), notes[1])
+  end)
+
+  it("gives those who fetch from a worker that stalls to another", function()
+    relay.STALL = 3
+    make(1, 6)
+    for _, machine in pairs(machines) do
+      altered(
+        machine,
+        "                guest.sendall(data)\n",
+        first(16, "guest.sendall(data[:99999]); time.sleep(1000)", "guest.sendall(data)")
+      )
+    end
+    local results = push()
+    check(results)
+    assert.is_truthy(fs.exists(root .. "/first"))
+    assert.is_true(fetched(results) >= 1)
+  end)
+
+  it("refuses what is not what was sent, and sends it over the connection", function()
+    make(1, 3)
+    for _, machine in pairs(machines) do
+      altered(
+        machine,
+        "                guest.sendall(data)",
+        "                guest.sendall(bytes(len(data)))"
+      )
+    end
+    local results = push()
+    check(results)
+    assert.equal(0, fetched(results))
+    assert.equal(1, #notes)
+    assert.matches("could not fetch from other workers (slice 0 worker", notes[1], 1, true)
+    assert.matches("what came was not what was sent): over the connection instead", notes[1], 1, true)
+  end)
+
+  it("says once that workers do not reach each other, and sends it over the connections", function()
+    make(2, 4)
+    for _, machine in pairs(machines) do
+      altered(machine, 'say("have", *door.getsockname()[:2])', 'say("have", address, 9)')
+    end
+    local results = push()
+    check(results)
+    assert.equal(0, fetched(results))
+    assert.equal(2, #notes)
+    assert.matches("%(slice %d worker %d at 127.88.0.%d:9: .*refused%): over the connection", notes[1])
+    assert.matches("^slice.* could not fetch", notes[2])
+  end)
+
+  it("leaves a worker that takes nothing, and serves the others", function()
+    relay.STALL = 2
+    make(1, 4)
+    for _, machine in pairs(machines) do
+      altered(
+        machine,
+        "            store(from_runner)\n",
+        first(12, "time.sleep(1000)", "store(from_runner)")
+      )
+    end
+    local ended, results = 0, nil
+    local scope <close> = task.scope()
+    scope:spawn(function()
+      results = push({
+        via = "workers:1",
+        on_result = function()
+          ended = ended + 1
+        end,
+      })
+    end)
+    wait_for("the others' files", function()
+      return ended == 3
+    end)
+    for _, machine in pairs(machines) do
+      if not fs.exists(machine.home .. "/code") then
+        for _, pid in ipairs(programs(machine)) do
+          uv.kill(pid, "sigkill")
+        end
+      end
+    end
+    scope:wait()
+    check(results)
+    assert.equal(2, fetched(results))
+  end)
+
+  it("sends it over the connection where there is no python3 or no openssl that will do", function()
+    make(1, 6)
+    local start = relay_script.START
+    local _ <close> = setmetatable({}, {
+      __close = function()
+        relay_script.START = start
+      end,
+    })
+    relay_script.START = start:gsub("/usr/bin/python3", "/nowhere/python3")
+    python(machines["0.1"], "exit 1\n")
+    python(machines["0.2"], "exit 1\n")
+    python(machines["0.3"], 'exec $real "$@"\n')
+    machines["0.3"].env.PATH = machines["0.3"].home .. "/bin"
+    for _, name in ipairs({
+      "sh",
+      "cat",
+      "cut",
+      "gzip",
+      "mkdir",
+      "rm",
+      "sha256sum",
+      "stat",
+      "tar",
+      "wc",
+      "xargs",
+    }) do
+      local path = process.run({ "sh", "-c", "command -v " .. name }):check().stdout
+      fs.symlink(path:sub(1, -2), machines["0.3"].home .. "/bin/" .. name)
+    end
+    python(machines["0.4"], 'exec $real "$@"\n')
+    fs.write(
+      machines["0.4"].home .. "/bin/openssl",
+      "#!/bin/sh\necho unknown option >&2\nexit 1\n",
+      { mode = 493 }
+    )
+    local results = push()
+    check(results)
+    table.sort(notes)
+    assert.equal(4, #notes)
+    local way = " could not fetch from other workers "
+    assert.matches("^slice 0 worker [12]" .. way .. "%(there is no python3 that runs", notes[1])
+    assert.matches("slice 0 worker 3" .. way .. "(there is no openssl", notes[2], 1, true)
+    assert.matches("slice 0 worker 4" .. way .. "(openssl: unknown option): over the", notes[3], 1, true)
+    assert.matches("^slice0/worker[12]" .. way .. "%(there is no python3 that runs", notes[4])
+  end)
+
+  it("says what a full disk says, of the worker whose disk it is", function()
+    make(1, 6)
+    for _, address in ipairs({ "0.1", "0.4" }) do
+      python(machines[address], '[ -z "$2" ] || ulimit -f 100\nexec $real "$@"\n')
+    end
+    local results = push()
+    for place, result in ipairs(results) do
+      local bad = place == 2 or place == 5
+      assert.equal(bad and 1 or 0, result.code)
+      assert.equal(bad, result.stderr:find("keeping what came: .*File too large") ~= nil, result.stderr)
+    end
+    assert.is_nil(fs.exists(machines["0.1"].home .. "/code"))
+    assert.same({}, notes)
+  end)
+
+  it("ends the programs when the push is cancelled", function()
+    make(1, 4)
+    python(machines["0.2"], '[ "$2" = "" ] || exec sleep 1000\nexec $real "$@"\n')
+    local ended = 0
+    local scope <close> = task.scope()
+    local pushing = scope:spawn(function()
+      push({
+        on_result = function()
+          ended = ended + 1
+        end,
+      })
+    end)
+    wait_for("the others' files", function()
+      return ended == 3
+    end)
+    -- Those who have it wait for the last: the control of what follows.
+    assert.equal(1, #programs(machines["0.0"]))
+    pushing:cancel("enough")
+    for _, machine in pairs(machines) do
+      wait_for("the end of the programs", function()
+        return next(machine:processes()) == nil
+      end)
+      assert.is_nil(process.run({ "ls", "-a", machine.home }).stdout:find("push", 1, true))
+    end
+  end)
+
+  describe("the program on a worker", function()
+    local program, order
+
+    before_each(function()
+      make(1, 1)
+      local data = ("x"):rep(300000)
+      order = {
+        size = #data,
+        sha256 = require("ciranda.io.crypto").hex(require("ciranda.io.crypto").sha256(data)),
+        key = "00",
+        token = ("ab"):rep(32),
+        destination = "636f6465",
+        address = "127.88.1.1",
+        connect = 5,
+        stall = 20,
+        slowest = 10000,
+        silence = 60,
+        data = data,
+      }
+    end)
+
+    --- Starts it; returns its answers, line by line.
+    local function start()
+      local data = order.data
+      order.data = nil
+      program = process.spawn({
+        "/usr/bin/python3",
+        "-ISc",
+        relay_script.SCRIPT,
+        cwd = machines["0.0"].home,
+        stdin = process.PIPE,
+        stdout = process.PIPE,
+      })
+      program.stdin:write(require("ciranda.io.json").encode(order) .. "\n")
+      local text = ""
+      return data,
+        function()
+          while not text:find("\n", 1, true) do
+            text = text .. assert(program.stdout:read())
+          end
+          local line
+          line, text = text:match("^ciranda%-push ([^\n]*)\n(.*)$")
+          return line
+        end
+    end
+
+    it("gives the archive to who knows the token, and to nobody else", function()
+      local data, line = start()
+      assert.equal("ready", line())
+      program.stdin:write("receive\n" .. data)
+      local address, port = line():match("^have (%S+) (%d+)$")
+      assert.equal("127.88.1.1", address)
+      local client = [[
+import hashlib, hmac, socket, sys
+peer = socket.create_connection((sys.argv[1], int(sys.argv[2])), 30)
+nonce = peer.recv(32, socket.MSG_WAITALL)
+peer.sendall(hmac.new(bytes.fromhex(sys.argv[3]), nonce, "sha256").digest())
+data = b""
+while True:
+    more = peer.recv(1 << 20)
+    if not more: break
+    data += more
+print(len(nonce), len(data), hashlib.sha256(data).hexdigest())
+]]
+      local function ask(token)
+        return process.run({ "/usr/bin/python3", "-c", client, address, port, token }):check().stdout
+      end
+      assert.equal(("32 300000 %s\n"):format(order.sha256), ask(order.token))
+      assert.matches("^32 0 ", ask(("ac"):rep(32)))
+      assert.is_nil(process.run({ "ls", "-A", machines["0.0"].home }).stdout:find("push", 1, true))
+      program.stdin:close()
+      assert.equal(0, program:wait().code)
+    end)
+
+    it("keeps nothing that is not what the runner announced", function()
+      order.sha256 = ("0"):rep(64)
+      local data, line = start()
+      assert.equal("ready", line())
+      program.stdin:write("receive\n" .. data)
+      assert.equal("broken what came was not what was sent", line())
+      program.stdin:close()
+      program:wait()
+      assert.is_nil(fs.exists(machines["0.0"].home .. "/code"))
+    end)
+
+    it("ends when the runner has been silent for too long", function()
+      order.silence = 1
+      local _, line = start()
+      assert.equal("ready", line())
+      assert.equal(0, program:wait().code)
+      program.stdin:close()
+    end)
+  end)
+end)
