@@ -86,8 +86,10 @@ int cir_reserve(const char *path, size_t size) {
   if (file < 0)
     return -1;
   int error = 0;
-  while (error == 0 && lseek(file, 0, SEEK_CUR) < (off_t)size)
-    error = write(file, zeros, sizeof zeros) == (ssize_t)sizeof zeros ? 0 : ENOSPC;
+  while (error == 0 && lseek(file, 0, SEEK_CUR) < (off_t)size) {
+    ssize_t put = write(file, zeros, sizeof zeros);
+    error = put < 0 ? errno : put < (ssize_t)sizeof zeros ? ENOSPC : 0;
+  }
   if (error == 0)
     return file;
   close(file);

@@ -68,6 +68,7 @@ int main(int argc, char **argv) {
   strcpy(options.devices, "/dev/accel,/dev/vfio/");
   strcpy(options.boot_id_file, "/proc/sys/kernel/random/boot_id");
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN); /* a limit on the size of files is an error like another */
   for (int fd = 0; fd >= 0 && fd <= STDERR_FILENO;)
     fd = open("/dev/null", O_RDWR); /* so that no file of ours becomes a standard stream */
   if (syscall(SYS_close_range, 3u, ~0u, 0u) != 0)

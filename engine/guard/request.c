@@ -46,7 +46,10 @@ int cir_status(const cir_options *options) {
        lost = !record && !state && started && !cir_guarded();
   if (!record && (state || (state = cir_map(false))))
     copy = *state;
-  copy.adopted = copy.adopted || lost; /* then only the marks tell who is ours */
+  if (lost) { /* only the marks tell who is ours: the guards' pids may be another's by now */
+    copy.adopted = true;
+    copy.guard = copy.outer = 0;
+  }
   cir_boot_id(options, boot_id, sizeof boot_id);
   cir_add(&text, "{\"state\":\"%s\",\"rebooted\":%s",
           record       ? "exited"
@@ -79,9 +82,15 @@ static int stop_staged(const cir_options *options) {
   strcpy(state.error, "stopped before it was started");
   snprintf(state.reason, sizeof state.reason, "%s", options->word);
   cir_boot_id(options, state.boot_id, sizeof state.boot_id);
-  if (mkdir("started", 0700) == 0 && cir_record_write(&state) == 0)
+  bool made = mkdir("started", 0700) == 0;
+  if (made && cir_record_write(&state) == 0)
     return CIR_OK;
-  return cir_fail("cannot mark %s as stopped: %m", options->directory);
+  cir_fail("cannot mark %s as stopped: %m", options->directory);
+  if (made) { /* a stop that failed can be asked again */
+    unlink("exit.new");
+    rmdir("started");
+  }
+  return CIR_FAILED;
 }
 
 /* `stop DIR`: ask, wait until the attempt has ended, print the record. */

@@ -25,6 +25,8 @@ typedef struct {
 static int prepare(const char *directory, staged *start) {
   size_t size = 0;
   const char *shell = getenv("SHELL"), *home = getenv("HOME");
+  if (!*cir_marker())
+    return cir_fail("cannot tell the path of %s, by which its processes are known: %m", directory);
   start->command = cir_read("command", &size);
   if (!start->command)
     return cir_fail("cannot read %s/command: %m; stage it first", directory);
@@ -51,6 +53,7 @@ static int prepare(const char *directory, staged *start) {
   if (start->cwd < 0)
     cir_fail("cannot enter the working directory %s: %m", cwd ? cwd : home);
   free(cwd);
+  close(below);
   return start->cwd < 0 ? CIR_FAILED : CIR_OK;
 }
 
@@ -182,6 +185,7 @@ static void start_leader(cir_guard *guard, const staged *start) {
     close(go[0]);
     close(output);
   }
+  close(start->cwd); /* the guards hold no file system but the attempt's */
   if (!noted)
     snprintf(state->error, sizeof state->error, "cannot start the command: %m");
   if (state->error[0]) {
@@ -215,8 +219,10 @@ static int begin(cir_guard *guard, staged *start, const char *directory) {
   if (start) {
     start->mask = umask(077);
     pid_t inner = fork();
-    if (inner > 0)
+    if (inner > 0) {
+      close(start->cwd);
       exit(cir_outer_loop(guard, inner));
+    }
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
   }
   guard->exit_info = cir_has_exit_info();
@@ -241,13 +247,24 @@ int cir_run(const cir_options *options) {
   return CIR_OK;
 }
 
+/* Take the lock of an attempt; false when a guard has it. Who asks whether one has it shares the
+ * lock for a moment: that is waited out. */
+static bool take_lock(int lock) {
+  for (int tries = 400; flock(lock, LOCK_EX | LOCK_NB) != 0; tries--) {
+    if (errno != EWOULDBLOCK || tries == 0 || flock(lock, LOCK_SH | LOCK_NB) != 0)
+      return false;
+    flock(lock, LOCK_UN);
+    cir_nap(5);
+  }
+  return true;
+}
+
 /* `adopt DIR`: guard what is left of an attempt whose guards were killed. Quiet, and CIR_OK where
  * there is nothing to do. */
 int cir_adopt(const cir_options *options) {
   static cir_guard guard;
   guard.lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 ||
-      flock(guard.lock, LOCK_EX | LOCK_NB) != 0)
+  if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 || !take_lock(guard.lock))
     return CIR_OK;
   const cir_state *there = cir_map(false);
   char boot_id[64];

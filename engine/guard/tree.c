@@ -92,7 +92,8 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
   return good;
 }
 
-/* VARIABLE=DIR: what every process of the attempt has in its environment. */
+/* VARIABLE=DIR: what every process of the attempt has in its environment. Empty, with errno, where
+ * the directory's path cannot be told. */
 char *cir_marker(void) {
   static char marker[4200], directory[4096];
   if (!marker[0] && getcwd(directory, sizeof directory))
@@ -103,7 +104,7 @@ char *cir_marker(void) {
 /* Whether the process has the attempt's variable. */
 static bool marked(pid_t pid) {
   size_t size = 0;
-  char *environment = proc_file(pid, "environ", &size);
+  char *environment = *cir_marker() ? proc_file(pid, "environ", &size) : NULL;
   bool found = false;
   for (size_t at = 0; at < size && !found; at += strlen(environment + at) + 1)
     found = strcmp(environment + at, cir_marker()) == 0;

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -102,6 +103,11 @@ def refusals(attempt):
     assert attempt.call("run", "--method", "guess").returncode == 2
     assert attempt.call("run", "--grace").returncode == 2
     assert attempt.call("walk").returncode == 2
+    attempt.stage("exit 4")
+    limited = attempt.call("run", restore_signals=True, preexec_fn=lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)))
+    assert limited.returncode == 1 and b"File too large" in limited.stderr, limited
+    assert not os.path.exists(attempt.path("started"))
     assert b"not started" in attempt.call("follow").stderr or attempt.call("follow").returncode == 1
     attempt.run("exit 4")
     assert attempt.record()["status"] == 4
@@ -243,6 +249,75 @@ def both_killed_and_over(attempt):
     assert record["adopted"] and record["leader"]["signal"] == (9 if known else None), record
     assert record["status"] == (137 if known else None), record
     assert record["status_source"] == ("leader" if known else "unknown"), record
+
+
+@case
+def looked_at_while_adopted(attempt):
+    """Adopting waits for who only looks: a shared lock is no guard."""
+    attempt.run(attempt.cmd(200, 0))
+    attempt.wait_ready()
+    kill_both(attempt)
+    directory = os.open(attempt.directory, os.O_RDONLY)
+    fcntl.flock(directory, fcntl.LOCK_SH)
+    adopting = subprocess.Popen([attempt.suite.guard, "adopt", attempt.directory])
+    try:
+        adopting.wait(0.5)
+    except subprocess.TimeoutExpired:
+        pass
+    os.close(directory)
+    assert adopting.wait(20) == 0
+    assert attempt.status()["state"] == "running"
+
+
+@case
+def pids_used_again(attempt):
+    """A guard's pid that names another process by now: nothing below that is taken for the attempt's."""
+    attempt.run(attempt.cmd(200, 0))
+    attempt.wait_ready()
+    status = kill_both(attempt)
+    bystander = subprocess.Popen(["sleep", "60"])
+    with open(attempt.path("state"), "r+b") as file:
+        file.seek(24)  # behind six counters
+        assert struct.unpack("ii", file.read(8)) == (status["guard"], status["outer"])
+        file.seek(24)
+        file.write(struct.pack("ii", os.getpid(), os.getpid()))
+    lost = attempt.status()
+    bystander.kill()
+    bystander.wait()
+    assert lost["state"] == "lost" and lost["guard"] == 0 and lost["outer"] == 0, lost
+    assert status["pid"] in lost["processes"] and bystander.pid not in lost["processes"], lost
+
+
+@case
+def descriptors(attempt):
+    """The guards hold neither the working nor the home directory open."""
+    home = os.path.join(attempt.work, "home")
+    os.makedirs(home)
+    attempt.stage(attempt.cmd(200, 0))
+    assert attempt.call("run", env={"HOME": home}).returncode == 0
+    attempt.wait_ready()
+    status = attempt.status()
+    for pid in (status["guard"], status["outer"]):
+        held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        assert os.path.realpath(attempt.directory) in held, held
+        assert not any(path.startswith(os.path.realpath(attempt.work)) for path in held), held
+
+
+@case
+def deep_directory(attempt):
+    """A path that is too long to mark processes with is refused, before anything is started."""
+    at = os.open(attempt.work, os.O_RDONLY)
+    for _ in range(22):
+        os.mkdir("d" * 200, dir_fd=at)
+        above, at = at, os.open("d" * 200, os.O_RDONLY, dir_fd=at)
+        os.close(above)
+    with open("command", "wb", opener=lambda path, flags: os.open(path, flags, 0o600, dir_fd=at)) as file:
+        file.write(b"exit 0")
+    result = subprocess.run([attempt.suite.guard, "run", "."], capture_output=True, timeout=60,
+                            preexec_fn=lambda: os.fchdir(at))
+    assert result.returncode == 1 and b"cannot tell the path of ." in result.stderr, result
+    assert os.listdir(at) == ["command"], os.listdir(at)
+    os.close(at)
 
 
 @case
@@ -739,6 +814,18 @@ def disk_full_before(attempt, place):
     assert attempt.record()["status"] == 42
 
 
+def disk_full_stop(attempt, place):
+    """A stop before the start on a full disk fails, and succeeds when there is room again."""
+    attempt.stage("exit 42")
+    fill(place)
+    result = attempt.call("stop")
+    assert result.returncode == 1 and b"No space left" in result.stderr, result
+    assert not os.path.exists(attempt.path("started")) and attempt.status()["state"] == "staged"
+    os.unlink(os.path.join(place, "filler"))
+    record, _ = attempt.stop()
+    assert record["error"] == "stopped before it was started", record
+
+
 def no_inodes(attempt, place):
     """A disk without a free inode: the refusal says that nothing was started."""
     attempt.stage("exit 43")
@@ -755,7 +842,8 @@ def no_inodes(attempt, place):
 
 
 INSIDE = {f.__name__: in_namespace(f, o) for f, o in (
-    (disk_full_while_running, "size=2m"), (disk_full_before, "size=1m"), (no_inodes, "size=4m,nr_inodes=40"))}
+    (disk_full_while_running, "size=2m"), (disk_full_before, "size=1m"), (disk_full_stop, "size=1m"),
+    (no_inodes, "size=4m,nr_inodes=40"))}
 
 
 def inside(arguments):
