@@ -2,12 +2,13 @@
 --- completions. Flags are `--NAME=value` or `--NAME value`; a boolean may stand alone.
 local argparse = require("argparse")
 local errors = require("ciranda.io.error")
+local uv = require("luv")
 
 local M = {}
 
 ---@class ciranda.cli.Flag
 ---@field name string as it is typed after `--`; the key in context.flags too, with "-" turned into "_"
----@field type? "string"|"integer"|"number"|"boolean"|"duration"|"size"|"list" default "string"
+---@field type? "string"|"integer"|"number"|"boolean"|"duration"|"size"|"list"|"directory" default "string"
 ---@field help? string
 ---@field default? any
 ---@field required? boolean
@@ -87,6 +88,13 @@ local CONVERT = {
     end
     return nil, "a number of bytes such as 4096, 500M or 20G"
   end,
+  directory = function(text)
+    local stat = uv.fs_stat(text)
+    if stat and stat.type == "directory" then
+      return text
+    end
+    return nil, stat and "a directory, not a file" or "a directory, and there is none of that name"
+  end,
   list = function(text)
     local list = {}
     for word in text:gmatch("[^,]+") do
@@ -132,6 +140,12 @@ end
 
 --- Converts what was typed for one flag; raises code "usage".
 local function convert(flag, text)
+  if text == "" and flag.required then
+    errors.raise {
+      code = "usage",
+      message = ("--%s is empty; is the variable that you give it set?"):format(flag.name),
+    }
+  end
   local value, wanted = CONVERT[flag.type or "string"](text)
   if value == nil then
     errors.raise { code = "usage", message = ("--%s is '%s', but takes %s"):format(flag.name, text, wanted) }
@@ -236,6 +250,23 @@ local function expand_short(flags, words)
   return out
 end
 
+--- The flag that an unknown one must mean: its name but for capitals, "-" and "_".
+---@param flags ciranda.cli.Flag[]
+---@param problem string what argparse says
+---@return string problem
+local function with_meant(flags, problem)
+  local function fold(name)
+    return (name:lower():gsub("[-_]", ""))
+  end
+  local typed = problem:match("^unknown option '%-%-([^']+)'$")
+  for _, flag in ipairs(typed and flags or {}) do
+    if not flag.positional and fold(flag.name) == fold(typed) then
+      return ("%s\nDid you mean '--%s'?"):format(problem, flag.name)
+    end
+  end
+  return problem
+end
+
 --- Parses a recipe's arguments.
 ---@param recipe_name string
 ---@param recipe table {flags = ciranda.cli.Flag[]}
@@ -263,14 +294,14 @@ function M.parse(recipe_name, recipe, words)
     end
     errors.raise {
       code = "usage",
-      message = ("%s (ciranda %s --help lists the flags)"):format(problem, recipe_name),
+      message = ("%s (ciranda %s --help lists the flags)"):format(with_meant(flags, problem), recipe_name),
     }
   end
   if result.help then
     return { help = true }, {}
   end
 
-  local values, given = {}, {}
+  local values, given, missing = {}, {}, {}
   for index, flag in ipairs(flags) do
     local key, raw = M.key(flag), result["p" .. index]
     if type(raw) == "table" and not flag.positional and #raw == 0 then
@@ -278,14 +309,7 @@ function M.parse(recipe_name, recipe, words)
     end
     if raw == nil then
       if flag.required then
-        errors.raise {
-          code = "usage",
-          message = ("%s needs %s (ciranda %s --help)"):format(
-            recipe_name,
-            flag.positional and "<" .. flag.name .. ">" or "--" .. flag.name,
-            recipe_name
-          ),
-        }
+        table.insert(missing, flag.positional and "<" .. flag.name .. ">" or "--" .. flag.name)
       end
       values[key] = flag.default
     else
@@ -304,6 +328,16 @@ function M.parse(recipe_name, recipe, words)
         values[key] = converted[#converted] -- the last one wins, as in the scripts people come from
       end
     end
+  end
+  if #missing > 0 then
+    errors.raise {
+      code = "usage",
+      message = ("%s needs %s (ciranda %s --help)"):format(
+        recipe_name,
+        table.concat(missing, " and "),
+        recipe_name
+      ),
+    }
   end
   return values, given
 end

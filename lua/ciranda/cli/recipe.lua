@@ -21,6 +21,29 @@ local M = {}
 ---@field on_interrupt fun(handler: fun(signal: string, count: integer): boolean?)
 ---@field finish fun(result: {kind: string, status?: integer, message?: string})
 
+--- What people type who come from gcloud and MaxText's scripts.
+local MEANT =
+  { queuedresources = "qr", queuedresource = "qr", tpus = "tpu_vm", tpu = "tpu_vm", list = "runs" }
+
+--- The message for a name that is no recipe.
+---@param name string
+---@return string
+local function unknown_recipe(name)
+  local recipes = require("ciranda.cli.help").recipes()
+  local function fold(text)
+    return (text:lower():gsub("%.py$", ""):gsub("[-_]", ""))
+  end
+  local meant = MEANT[fold(name)]
+  for _, recipe in ipairs(recipes) do
+    meant = fold(recipe) == fold(name) and recipe or meant
+  end
+  return ("there is no recipe '%s'; %s (a file is given with its .lua)"):format(
+    name,
+    meant and ("did you mean '%s'? `ciranda help` lists all"):format(meant)
+      or "the built-in ones are: " .. table.concat(recipes, ", ")
+  )
+end
+
 --- Finds a recipe by name (built in) or by file (a name with "/" or ending in ".lua").
 ---@param name string
 ---@return table recipe
@@ -39,13 +62,7 @@ function M.load(name)
   else
     local known = name:gsub("%-", "_")
     if not engine.load("recipes." .. known) then
-      errors.raise {
-        code = "usage",
-        message = ("there is no recipe '%s'; the built-in ones are: %s (a file is given with its .lua)"):format(
-          name,
-          table.concat(require("ciranda.cli.help").recipes(), ", ")
-        ),
-      }
+      errors.raise { code = "usage", message = unknown_recipe(name) }
     end
     recipe = require("recipes." .. known)
   end
@@ -128,6 +145,19 @@ local function with_traceback(err)
   return type(err) == "string" and debug.traceback(err, 2) or err
 end
 
+--- What a recipe calls a flag: MaxText's have capitals, gcloud's have not.
+---@param recipe table
+---@param name string
+---@return string
+local function own_flag(recipe, name)
+  for _, flag in ipairs(recipe.flags or {}) do
+    if flag.name:lower() == name then
+      return flag.name
+    end
+  end
+  return name
+end
+
 --- Runs a recipe from its command line.
 ---@param command ciranda.cli.Command
 ---@return integer status
@@ -157,6 +187,9 @@ function M.main(command)
     local _ <close> = command.sim and start_simulator(command.sim, values, recipe.creates) or nil
     local ok, status = xpcall(recipe.run, with_traceback, context)
     context.progress:close()
+    if errors.is(status, "usage") and status.flag then
+      status.message = status.message:gsub("%-%-" .. status.flag, "--" .. own_flag(recipe, status.flag))
+    end
     if ok then
       result = result or { kind = (status or 0) == 0 and "done" or "failed" }
       result.status = status or result.status or 0

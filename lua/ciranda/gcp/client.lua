@@ -24,6 +24,9 @@ M.MOST_WAIT = 32
 M.DEADLINE = 300
 M.ATTEMPT = 60
 
+--- Seconds of trying without an answer before it is told, and between two tellings.
+local TELL_AFTER, TELL_AGAIN = 5, 60
+
 --- Bytes of an answer in JSON. The largest page of the TPU API's lists is a fraction of it.
 local MAX_BODY = 64 << 20
 
@@ -36,6 +39,7 @@ local RETRIED_CODES =
 
 ---@class ciranda.gcp.Client
 ---@field credentials ciranda.gcp.Credentials
+---@field private told number?  when it was last told that there is no answer
 ---@field calls integer         that were made, repetitions included
 ---@field random fun(): number
 ---@field first_wait number
@@ -164,6 +168,37 @@ local function may_repeat(err, idempotent)
   return idempotent or UNSENT_PHASES[err.phase] == true or err.code == "refused" or err.code == "resolve"
 end
 
+--- Tells now and then that calls are not answered: who waits for minutes wants to know for what.
+---@private
+---@param err ciranda.Error
+---@param began number
+---@param deadline number
+function Client:tell(err, began, deadline)
+  local now = self:now()
+  if now - began >= TELL_AFTER and now - (self.told or -math.huge) >= TELL_AGAIN then
+    self.told = now
+    log.warn(("%s; trying again, for %.0f s at most"):format(tostring(err), deadline - now))
+  end
+end
+
+--- What helps when credentials of a kind are refused.
+local RENEWED_BY = {
+  access_token = "; it has expired, or is none: get a new one",
+  authorized_user = "; log in again: gcloud auth application-default login",
+  gcloud = "; log in again: gcloud auth login",
+}
+
+--- Whose call it was, when that is why it failed.
+---@private
+---@param err ciranda.gcp.Failure
+function Client:name_caller(err)
+  local who = self.credentials
+  if err.http_status and (err.code == "auth" or err.code == "permission") and who.where then
+    local remedy = err.code == "auth" and RENEWED_BY[who.kind] or ""
+    err.message = ("%s (asked with the %s)%s"):format(err.message, tostring(who), remedy)
+  end
+end
+
 --- Make a call and return the answer, whose status is 200 to 299 or accepted.
 ---@async
 ---@param call ciranda.gcp.Call
@@ -212,11 +247,13 @@ function Client:request(call)
       if tries > 1 then
         err.message = ("%s (tried %d times in %.0f s)"):format(err.message, tries, self:now() - began)
       end
+      self:name_caller(err)
       err.traceback = nil
       errors.raise(err)
     end
     if wait > 0 then
       log.debug(("%s; again in %.1f s"):format(tostring(err), wait))
+      self:tell(err, began, deadline)
       task.sleep(wait)
     end
   end

@@ -148,7 +148,6 @@ local HINTS = {
   quota = "free some of it (queued resources that are FAILED or SUSPENDED still count until they are deleted) or ask "
     .. "for more under IAM & Admin, Quotas",
   stockout = "leave the request in the queue, or try another zone, a smaller slice or another kind of capacity",
-  auth = "log in again: gcloud auth application-default login",
 }
 
 --- What a quota counts: queued resources, or TPU chips and cores.

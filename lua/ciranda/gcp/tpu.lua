@@ -59,6 +59,7 @@ function M.connect(options)
     errors.raise {
       code = "usage",
       op = "tpu.connect",
+      flag = "project",
       message = "which project? Say it (--project), or type: gcloud config set project PROJECT",
     }
   end
@@ -66,6 +67,7 @@ function M.connect(options)
     errors.raise {
       code = "usage",
       op = "tpu.connect",
+      flag = "zone",
       message = "which zone? Say it (--zone), or type: gcloud config set compute/zone ZONE",
     }
   end

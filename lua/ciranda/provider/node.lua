@@ -282,7 +282,8 @@ function M.slices(options)
         prefix,
         tpu.zone,
         tpu.project,
-        #names == 0 and "there are none"
+        #names == 0
+            and "there is none at all; the zone may be another: ciranda tpu_vm list --zone=- shows all"
           or ("there %s %s%s"):format(
             #names == 1 and "is" or "are",
             table.concat(names, ", ", 1, math.min(#names, 20)),

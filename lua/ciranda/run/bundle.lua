@@ -240,7 +240,7 @@ end
 --- The flags of recipes that send a directory.
 ---@type ciranda.cli.Flag[]
 M.flags = {
-  { name = "SCRIPT_DIR", help = "The directory to send (the working directory)." },
+  { name = "SCRIPT_DIR", type = "directory", help = "The directory to send (the working directory)." },
   {
     name = "ALL_FILES",
     type = "boolean",

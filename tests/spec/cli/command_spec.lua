@@ -64,7 +64,9 @@ describe("the command line", function()
 
   it("says what is wrong with a command line", function()
     for _, case in ipairs {
-      { { "nosuch" }, "no recipe 'nosuch'" },
+      { { "nosuch" }, "no recipe 'nosuch'; the built%-in ones are: attach" },
+      { { "multihost_runner.py" }, "did you mean 'multihost_runner'" },
+      { { "queued-resources", "list" }, "did you mean 'qr'" },
       { { "--nosuch" }, "no option %-%-nosuch" },
       { { "eval" }, "needs a piece of Lua" },
       { { "run" }, "run needs a recipe" },

@@ -12,6 +12,7 @@ local RECIPE = {
     { name = "NAMES", type = "list" },
     { name = "MODE", choices = { "fast", "safe" }, default = "safe" },
     { name = "label", many = true },
+    { name = "PLACE", type = "directory" },
   },
 }
 
@@ -101,6 +102,19 @@ describe("flags", function()
     assert.matches("%-%-COUNT is '1.5'", refusal("--COMMAND=x", "--COUNT=1.5"))
     assert.matches("unknown option '%-%-COMAND'", refusal("--COMAND=x"))
     assert.matches("COMMAND", refusal("--COMAND=x")) -- what is near
+    assert.matches("Did you mean '--COMMAND'?", refusal("--command=x"), 1, true)
+    assert.matches("--COMMAND is empty", refusal("--COMMAND="), 1, true)
+    assert.matches(
+      "--PLACE is '/not/there', but takes a directory, and there is none",
+      refusal("--COMMAND=x", "--PLACE=/not/there"),
+      1,
+      true
+    )
+    assert.matches("takes a directory, not a file", refusal("--COMMAND=x", "--PLACE=README.md"), 1, true)
+    assert.equal("docs", parse("--COMMAND=x", "--PLACE=docs").PLACE)
+    local two = { flags = { { name = "A", required = true }, { name = "B", required = true } } }
+    local _, err = pcall(flags.parse, "thing", two, {})
+    assert.matches("thing needs --A and --B", err.message, 1, true)
     assert.matches("one of: fast, safe", refusal("--COMMAND=x", "--MODE=slow"))
     assert.matches("takes a time", refusal("--COMMAND=x", "--WAIT=soon"))
   end)

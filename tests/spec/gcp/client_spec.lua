@@ -207,9 +207,64 @@ describe("ciranda.gcp.client", function()
       local client = support.client { credentials = credentials }
       local err = fails("auth", client.request, client, { url = s.url })
       assert.equal(2, #requests)
-      assert.matches("gcloud auth", tostring(err), 1, true)
+      assert.is_nil(tostring(err):find("asked with", 1, true))
     end)
     assert.equal(2, credentials.rejected)
+  end)
+
+  it("says whose credentials were refused, and what helps with their kind", function()
+    local function refused(kind, code, http_status, status)
+      local credentials = setmetatable(counted(), {
+        __tostring = function()
+          return kind .. " credentials of me@example.com (the file f)"
+        end,
+      })
+      credentials.kind, credentials.where = kind, "the file f"
+      local said
+      support.with_server(answers { refusal(http_status, status, "no") }, function(s)
+        local client = support.client { credentials = credentials }
+        said = fails(code, client.request, client, { url = s.url }).message
+      end)
+      return said
+    end
+    for kind, remedy in pairs {
+      access_token = "get a new one",
+      authorized_user = "gcloud auth application-default login",
+      gcloud = "gcloud auth login",
+    } do
+      local said = refused(kind, "auth", 401, "UNAUTHENTICATED")
+      assert.matches(kind .. " credentials of me@example.com (the file f)", said, 1, true)
+      assert.matches(remedy, said, 1, true)
+    end
+    local denied = refused("authorized_user", "permission", 403, "PERMISSION_DENIED")
+    assert.matches("asked with the authorized_user credentials of me@example.com", denied, 1, true)
+    assert.is_nil(denied:find("log in", 1, true))
+  end)
+
+  it("tells, once a minute, that there is no answer", function()
+    local lines = {}
+    local log = require("ciranda.io.log")
+    log.configure {
+      form = "plain",
+      level = "info",
+      write = function(text)
+        lines[#lines + 1] = text
+      end,
+    }
+    local now = 0
+    local busy = { status = 503 }
+    support.with_server(answers { busy, busy, busy, busy, { json = {} } }, function(s)
+      local client = support.client()
+      function client.now()
+        now = now + 2
+        return now
+      end
+      client:request { url = s.url }
+    end)
+    log.reset()
+    local all = table.concat(lines)
+    assert.equal(1, #lines, all)
+    assert.matches("status 503; trying again, for %d+ s at most", all)
   end)
 
   it("gives up an attempt that takes too long, and ends when it is cancelled", function()

@@ -122,11 +122,15 @@ describe("guard on this machine", function()
   end)
 
   it("tells at once of a detached runner that cannot start", function()
+    local code = place.root .. "/left-out"
+    fs.mkdir(code)
+    fs.write(code .. "/.gitignore", "not-there\n")
+    fs.write(code .. "/not-there", "")
     local result = place:run("multihost_runner", {
       "--detach",
       "--RUN_NAME=" .. place:name("nothing"),
-      "--SCRIPT_DIR=" .. place.root .. "/not-there",
-      "--COMMAND=true",
+      "--SCRIPT_DIR=" .. code,
+      "--COMMAND=cat not-there",
     })
     assert.is_true(result.code ~= 0)
     assert.matches("not-there", result.err, 1, true)
