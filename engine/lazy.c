@@ -9,7 +9,7 @@
 
 const char *cir_lazy_load(const char *library, const cir_lazy_symbol *symbols, size_t count) {
   static char problem[256];
-  void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  void *handle = dlopen(library, RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == NULL) {
     snprintf(problem, sizeof problem, "%s cannot be loaded: %s", library, dlerror());
     return problem;

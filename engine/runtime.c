@@ -308,6 +308,7 @@ static const luaL_Reg PRELOAD[] = {{"luv", open_luv},
                                    {"ciranda.core.crypto", luaopen_ciranda_core_crypto},
                                    {"ciranda.core.edit", luaopen_ciranda_core_edit},
                                    {"ciranda.core.keeper", luaopen_ciranda_core_keeper},
+                                   {"ciranda.core.json", luaopen_ciranda_core_json},
                                    {NULL, NULL}};
 
 /* Opens the libraries and boots ciranda.cli.main; leaves the exit status. Runs protected. [-0, +1,

@@ -2,7 +2,6 @@
 local err = require("ciranda.io.error")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
-local queued_resources = require("ciranda.provider.queued_resource")
 local tables = require("ciranda.cli.table")
 
 local VERBS = { create = true, list = true, describe = true, wait = true, delete = true, reset = true }
@@ -97,7 +96,7 @@ local COLUMNS = {
   {
     "NODE_COUNT",
     function(message)
-      return #queued_resources.node_ids(message)
+      return #require("ciranda.provider.queued_resource").node_ids(message)
     end,
   },
   {

@@ -10,6 +10,8 @@ local json = require("ciranda.io.json")
 
 local M = {}
 
+local type = type -- for lists of many items
+
 ---@class ciranda.cli.Column
 ---@field [1] string the heading
 ---@field [2] string|fun(item: table): any the field's path, or what makes the cell
@@ -43,6 +45,16 @@ local function reader(path)
     local name, index = piece:match("^([^%[]*)%[(%d+)%]$")
     keys[#keys + 1] = name or piece
     keys[#keys + 1] = index and math.tointeger(tonumber(index)) + 1
+  end
+  local first, second = keys[1], keys[2]
+  if first and #keys <= 2 and not plain then -- most paths, and a list has many items
+    return function(item)
+      local value = item[first] or nil
+      if second then
+        return type(value) == "table" and value[second] or nil
+      end
+      return value
+    end
   end
   return function(value)
     for _, key in ipairs(keys) do
@@ -231,31 +243,43 @@ function M.needed(flags)
 end
 
 ---@param fields string[]
----@return fun(item: table) prints them
+---@return fun(items: table[]) prints them, a line each
 local function value_printer(fields)
   local readers = {}
   for place, path in ipairs(fields) do
     readers[place] = reader(path)
   end
-  return function(item)
-    local cells = {}
-    for place, read in ipairs(readers) do
-      cells[place] = text_of(read(item))
+  return function(items)
+    local pieces, count, columns = {}, 0, #readers
+    for index = 1, #items do
+      local item = items[index]
+      for place = 1, columns do
+        local value = readers[place](item)
+        pieces[count + 1] = type(value) == "string" and value or text_of(value)
+        pieces[count + 2] = place < columns and "\t" or "\n"
+        count = count + 2
+      end
+      if count >= 1024 or index == #items then
+        io.write(table.concat(pieces, "", 1, count))
+        count = 0
+      end
     end
-    io.write(table.concat(cells, "\t"), "\n")
   end
 end
 
 --- Sorts messages by their names. The API's lists are in that order, so it is looked at first.
 ---@param messages { name: string }[]
 function M.sort(messages)
-  for place = 2, #messages do
-    if messages[place].name < messages[place - 1].name then
+  local before = ""
+  for place = 1, #messages do
+    local name = messages[place].name
+    if name < before then
       table.sort(messages, function(a, b)
         return a.name < b.name
       end)
       return
     end
+    before = name
   end
 end
 
@@ -265,19 +289,19 @@ end
 -- Raises "usage" for the filter or the format.
 function M.print(items, options)
   M.check_format(options.format)
-  local matches, chosen = M.filter(options.filter), {}
-  for _, item in ipairs(items) do
-    if matches(item) then
-      chosen[#chosen + 1] = item
+  local chosen = items
+  if options.filter then
+    local matches = M.filter(options.filter)
+    chosen = {}
+    for _, item in ipairs(items) do
+      if matches(item) then
+        chosen[#chosen + 1] = item
+      end
     end
   end
   local fields = value_fields(options.format)
   if fields then
-    local print_values = value_printer(fields)
-    for _, item in ipairs(chosen) do
-      print_values(item)
-    end
-    return
+    return value_printer(fields)(chosen)
   elseif options.format == "json" then
     io.write(json.encode(json.array(chosen), { indent = true }), "\n")
     return
@@ -311,7 +335,7 @@ function M.print_one(item, format)
   M.check_format(format)
   local fields = value_fields(format)
   if fields then
-    value_printer(fields)(item)
+    value_printer(fields)({ item })
   else
     io.write(json.encode(item, { indent = true }), "\n")
   end

@@ -15,6 +15,8 @@ local uv = require("luv")
 
 local M = {}
 
+local type = type -- for lists of many items
+
 --- The waits between attempts, in seconds: a random time up to FIRST * 2^n, at most MOST. gcloud and Google's
 --- libraries begin at 1 s and stop at 32 to 64 s.
 M.FIRST_WAIT = 1
@@ -318,9 +320,12 @@ function Client:pages(call, field, on_page)
         message = ("%s: '%s' in the answer is no list"):format(response.target, field),
       }
     end
-    for _, item in ipairs(list or {}) do
+    local count = #items
+    for place = 1, list and #list or 0 do
+      local item = list[place]
       if type(item) == "table" then
-        items[#items + 1] = item
+        count = count + 1
+        items[count] = item
       end
     end
     for _, place in ipairs(type(page.unreachable) == "table" and page.unreachable or {}) do

@@ -8,7 +8,6 @@
 --- Methods and their HTTP forms come from the API's schema (ciranda.data.tpu_schema_*). Calls go through
 --- ciranda.gcp.client; what a request may say is in ciranda.gcp.vocabulary.
 
-local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
 local failure = require("ciranda.gcp.failure")
 local gcloud_config = require("ciranda.gcp.gcloud_config")
@@ -17,8 +16,8 @@ local credentials = require("ciranda.gcp.credentials")
 local log = require("ciranda.io.log")
 local task = require("ciranda.task")
 local url = require("ciranda.io.url")
-local vocabulary = require("ciranda.gcp.vocabulary")
-local waiting = require("ciranda.gcp.waiting")
+
+-- What only some calls need (making requests, waiting) is loaded by them: a list or a look should start at once.
 
 local M = {}
 
@@ -144,6 +143,9 @@ local function prepare(self, name, arguments)
       errors.misuse(3, "tpu:call: %s has no query parameter '%s' in %s", name, tostring(key), version)
     end
     query[key] = value
+  end
+  if method.verb == "GET" then
+    query.prettyPrint = false -- no program needs the blanks, which are a third of a list
   end
   return {
     method = method.verb,
@@ -339,7 +341,8 @@ end
 ---@return ciranda.gcp.QueuedResource
 --- Raises `usage` for the request; `exists` when somebody else's has the name; `quota`, `permission`, `invalid`, ...
 function Tpu:create(request, options)
-  local built = vocabulary.queued_resource(request, { project = self.project, zone = self.zone })
+  local built =
+    require("ciranda.gcp.vocabulary").queued_resource(request, { project = self.project, zone = self.zone })
   report_version(built)
   return self:create_built(built, options)
 end
@@ -351,7 +354,7 @@ end
 ---@return ciranda.gcp.QueuedResource
 --- Raises what `create` raises.
 function Tpu:create_built(built, options)
-  local request_id = options and options.request_id or crypto.uuid4()
+  local request_id = options and options.request_id or require("ciranda.io.crypto").uuid4()
   local node = built.body.tpu.nodeSpec[1].node
   node.labels = node.labels or {}
   node.labels[M.REQUEST_LABEL] = request_id
@@ -397,7 +400,7 @@ end
 ---@return table? message nil for "DELETED"
 ---@return table[]? nodes in order, for "ACTIVE"
 function QueuedResource:wait(state, options)
-  return waiting.queued_resource(self, state, options)
+  return require("ciranda.gcp.waiting").queued_resource(self, state, options)
 end
 
 --- Ask for its deletion. Gone already is a success.
@@ -414,7 +417,7 @@ function QueuedResource:delete(options)
   local done, answer = pcall(self.tpu.call, self.tpu, "queuedResources.delete", {
     queuedResource = self.id,
     version = self.version,
-    query = { force = force, requestId = options.request_id or crypto.uuid4() },
+    query = { force = force, requestId = options.request_id or require("ciranda.io.crypto").uuid4() },
     idempotent = true,
   })
   if done then
@@ -443,8 +446,8 @@ end
 ---@param options { request_id: string? }?
 ---@return { id: string, version: string, operation: string?, adopted: boolean, request_id: string }
 function Tpu:create_node(request, options)
-  local request_id = options and options.request_id or crypto.uuid4()
-  local built = vocabulary.node(request, { project = self.project, zone = self.zone })
+  local request_id = options and options.request_id or require("ciranda.io.crypto").uuid4()
+  local built = require("ciranda.gcp.vocabulary").node(request, { project = self.project, zone = self.zone })
   report_version(built)
   built.body.labels = built.body.labels or {}
   built.body.labels[M.REQUEST_LABEL] = request_id
@@ -470,7 +473,7 @@ end
 ---@param options ciranda.gcp.WaitOptions?
 ---@return table? Node message; nil for "DELETED"
 function Tpu:wait_node(name, state, options)
-  return waiting.node(self, name, state, options)
+  return require("ciranda.gcp.waiting").node(self, name, state, options)
 end
 
 --- Ask for a node's deletion. Gone already is a success.

@@ -44,25 +44,30 @@ local function check_path(path, op)
 end
 
 --- Call a function of luv's, waiting for it in a task.
+---@param missing_ok boolean nil instead of the error when there is no such path: no error, with its traceback, is made
 ---@param op string for messages
 ---@param path string
 ---@param fn function whose last argument is the callback
 ---@return any value; raises the failure
-local function call(op, path, fn, ...)
+local function perform(missing_ok, op, path, fn, ...)
   if not scheduler.can_wait() then
     local value, err = fn(...)
     if value == nil then
-      errors.raise(failure(op, path, err))
+      local problem = failure(op, path, err)
+      if not (missing_ok and problem.code == "not_found") then
+        errors.raise(problem)
+      end
     end
     return value
   end
   local args = table.pack(...)
   return scheduler.await(function(done)
     args[args.n + 1] = function(err, value)
-      if err then
-        return done(failure(op, path, err))
+      local problem = err and failure(op, path, err)
+      if problem and missing_ok and problem.code == "not_found" then
+        return done(nil, nil)
       end
-      return done(nil, value)
+      return done(problem, value)
     end
     local request, message = fn(table.unpack(args, 1, args.n + 1))
     if not request then
@@ -78,15 +83,14 @@ local function call(op, path, fn, ...)
   end, ("fs.%s %s"):format(op, path))
 end
 
---- Call a function of ours; nil instead of the error when there is no such path.
-local function if_found(fn, ...)
-  local ok, result = pcall(fn, ...)
-  if ok then
-    return result
-  elseif errors.is(result, "not_found") then
-    return nil
-  end
-  error(result, 0)
+--- `perform` for a path that must be there.
+local function call(...)
+  return perform(false, ...)
+end
+
+--- `perform` for a path that may be absent.
+local function if_found(...)
+  return perform(true, ...)
 end
 
 --- Call a function of clean-up: a cancellation that comes now must not make it be left out.
@@ -188,7 +192,7 @@ end
 ---@return string? type as in `stat`
 function M.exists(path)
   check_path(path, "exists")
-  local stat = if_found(call, "exists", path, uv.fs_stat, path)
+  local stat = if_found("exists", path, uv.fs_stat, path)
   return stat and stat.type
 end
 
@@ -363,7 +367,8 @@ function M.write(path, data, options)
   options = options or {}
   errors.check_options(options, { mode = true, sync = true }, "fs.write")
   local mode = options.mode
-  local before = if_found(M.lstat, path)
+  local found = if_found("lstat", path, uv.fs_lstat, path)
+  local before = found and to_stat(found)
   if before and before.type == "link" and M.exists(path) then
     path = M.realpath(path)
     before = M.stat(path)
@@ -525,7 +530,7 @@ function M.remove(path, options)
   options = options or {}
   errors.check_options(options, { missing_ok = true }, "fs.remove")
   if options.missing_ok then
-    return if_found(call, "remove", path, uv.fs_unlink, path) ~= nil
+    return if_found("remove", path, uv.fs_unlink, path) ~= nil
   end
   call("remove", path, uv.fs_unlink, path)
   return true
@@ -651,7 +656,7 @@ end
 ---@return boolean existed
 function M.remove_tree(path)
   check_path(path, "remove_tree")
-  local stat = if_found(M.lstat, path)
+  local stat = if_found("lstat", path, uv.fs_lstat, path)
   if not stat then
     return false
   end
@@ -661,7 +666,7 @@ function M.remove_tree(path)
   for _, entry in ipairs(M.list(path)) do
     M.remove_tree(M.join(path, entry.name))
   end
-  if_found(call, "remove_tree", path, uv.fs_rmdir, path)
+  if_found("remove_tree", path, uv.fs_rmdir, path)
   return true
 end
 

@@ -1,8 +1,9 @@
 --- JSON, exact in both directions.
 ---
 --- lua-cjson decodes and dkjson encodes, each for what it does well; neither is exact alone. cjson makes
---- every number a float and cannot tell `[]` from `{}`; so a text in which it meets an integer beyond 2^53 or an
---- empty array is decoded again by dkjson, which takes some ten times as long. dkjson writes floats with 14
+--- every number a float and cannot tell `[]` from `{}`; what it makes of a text with numbers or empty tables is gone
+--- through once more, and a text in which it meets an integer beyond 2^53 or an empty array is decoded again by
+--- dkjson, which takes some ten times as long. dkjson writes floats with 14
 --- digits, an object with the single key "n" as an array, and a table with holes as whatever it finds; so
 --- values are checked and prepared before they reach it.
 ---
@@ -11,7 +12,7 @@
 --- the same.
 
 local cjson = require("cjson")
-local dkjson = require("dkjson")
+local core = require("ciranda.core.json")
 local errors = require("ciranda.io.error")
 
 local M = {}
@@ -116,8 +117,8 @@ function M.decode(text, target, loose)
   if type(text) ~= "string" then
     errors.misuse(2, "json.decode: a string expected, got %s", type(text))
   end
-  local valid, place = utf8.len(text)
-  if not valid then
+  local place, special = core.scan(text)
+  if place then
     errors.raise({
       code = "parse",
       op = "json.decode",
@@ -134,10 +135,13 @@ function M.decode(text, target, loose)
       message = "not JSON: " .. errors.text(value),
     })
   end
+  if not special then
+    return value
+  end
   local rounded, empty
   value, rounded, empty = finished(value)
   if rounded and text:find(LONG_INTEGER) or empty and not loose and text:find("%[%s*%]") then
-    value = finished(dkjson.decode(text, 1, M.null, OBJECT, ARRAY))
+    value = finished(require("dkjson").decode(text, 1, M.null, OBJECT, ARRAY))
   end
   return value
 end
@@ -245,7 +249,7 @@ function prepare(value, path, seen)
   elseif kind == "boolean" then
     return value
   elseif value == nil or value == M.null then
-    return dkjson.null
+    return require("dkjson").null
   elseif kind ~= "table" then
     refuse(path, "a %s has no form in JSON", kind)
   end
@@ -290,7 +294,7 @@ function M.encode(value, options)
     errors.check_options(options, { indent = true }, "json.encode")
   end
   local prepared = prepare(value, {}, {})
-  return dkjson.encode(prepared, { indent = options and options.indent or nil })
+  return require("dkjson").encode(prepared, { indent = options and options.indent or nil })
 end
 
 return M

@@ -164,11 +164,11 @@ function M.new(world)
   return setmetatable({ world = world, routers = routers }, Service)
 end
 
-local function answer(status, value, headers)
+local function answer(status, value, compact, headers)
   return {
     status = status,
     headers = headers or { ["Content-Type"] = "application/json; charset=UTF-8" },
-    body = json.encode(value, { indent = true }) .. "\n",
+    body = json.encode(value, { indent = not compact }) .. "\n",
   }
 end
 
@@ -176,7 +176,7 @@ end
 ---@param err ciranda.sim.Status
 ---@return table response
 function M.refusal(err)
-  return answer(err.http, errors.http_body(err), errors.headers(err))
+  return answer(err.http, errors.http_body(err), false, errors.headers(err))
 end
 
 --- Whether a path belongs to this service.
@@ -217,7 +217,7 @@ local function dispatch(self, request, version, route)
   if request.query.fields then
     result = fieldmask.apply(fieldmask.parse(request.query.fields), result)
   end
-  return answer(200, result), fault
+  return answer(200, result, request.query.prettyPrint == "false"), fault
 end
 
 --- Answer a request. Sets `request.called` to the method's id, when there is such a method.

@@ -101,6 +101,60 @@ describe("json.decode", function()
     refused('"\xed\xa0\x80"', "byte 2")
   end)
 
+  it("looks through a text before it is decoded", function()
+    local scan = require("ciranda.core.json").scan
+    for text, special in pairs({
+      ['{"a":"b","c":[true,null]}'] = false,
+      ['"1 [] {} \\" 2 \\\\"'] = false,
+      ['["1",{"a-1":"[]"}]'] = false,
+      ['["\\\\",1]'] = true,
+      ['{"a": -1}'] = true,
+      ['{"a":"long enough to be gone over in words","b":7}'] = true,
+      ['{"a":[ \n\t\r]}'] = true,
+      ["{ }"] = true,
+      ["[{}]"] = true,
+      ["["] = false,
+      [""] = false,
+    }) do
+      local bad, found = scan(text)
+      assert.is_nil(bad, text)
+      assert.equal(special, found, text)
+    end
+  end)
+
+  it("finds what is not UTF-8 as utf8.len does", function()
+    local scan = require("ciranda.core.json").scan
+    local pieces =
+      { "a", '"', "\\", "\0", "\127", "\u{80}", "\u{7FF}", "\u{800}", "\u{D7FF}", "\u{E000}", "\u{FFFF}" }
+    table.move({ "\u{10000}", "\u{10FFFF}" }, 1, 2, #pieces + 1, pieces)
+    for _, bad in ipairs({
+      "\x80",
+      "\xBF",
+      "\xC0\x80",
+      "\xC1\xBF",
+      "\xC2",
+      "\xE0\x9F\xBF",
+      "\xED\xA0\x80",
+      "\xE2\x82",
+      "\xF0\x8F\xBF\xBF",
+      "\xF4\x90\x80\x80",
+      "\xF5\x80\x80\x80",
+      "\xFF",
+    }) do
+      pieces[#pieces + 1] = bad
+    end
+    for _, first in ipairs(pieces) do
+      for _, second in ipairs(pieces) do
+        for _, before in ipairs({ "", '"', '"seven b', '"and more than eight bytes' }) do
+          local text = before .. first .. second
+          local length, place = utf8.len(text)
+          assert.equal(place, (scan(text)), ("%q"):format(text))
+          assert.equal(length == nil, place ~= nil)
+        end
+      end
+    end
+  end)
+
   it("refuses nesting deeper than it says", function()
     local function nested(depth)
       return ("["):rep(depth) .. ("]"):rep(depth)

@@ -458,6 +458,13 @@ describe("a queued resource", function()
         { name = "projects/p/locations/us-west4-a/queuedResources/job", state = { state = "ACTIVE" } },
       },
     }, body)
+    for pretty, blanks in pairs({ ["true"] = true, ["false"] = false }) do
+      local query = { prettyPrint = pretty, fields = "name" }
+      local answer =
+        p.service:handle({ method = "GET", path = QUEUED .. "/job", query = query, headers = {} })
+      assert.are.equal(200, answer.status)
+      assert.are.equal(blanks, answer.body:find("\n ", 1, true) ~= nil)
+    end
     _, body = p.call("GET", QUEUED .. "/job?$alt=json;enum-encoding=int")
     assert.are.equal(6, body.state.state)
     assert.are.equal(400, (p.call("GET", QUEUED .. "?fields=a(b")))
