@@ -8,7 +8,7 @@
 local archive = require("ciranda.fleet.archive")
 local crypto = require("ciranda.io.crypto")
 local fs = require("ciranda.io.fs")
-local nodeset = require("ciranda.fleet.nodeset")
+local nodeset = require("ciranda.provider.nodeset")
 local process = require("ciranda.io.process")
 local task = require("ciranda.task")
 
