@@ -57,7 +57,7 @@ local M = {
       name = "PREEMPTIONS",
       type = "integer",
       default = 3,
-      help = "With --follow: how often a preempted queued resource is deleted and asked for again.",
+      help = "How often a preempted queued resource is deleted and asked for again, by whoever is there to see it.",
     },
     {
       name = "UPDATE",
@@ -240,7 +240,17 @@ function M.run(context)
     on_note = function(text)
       progress:say("%s", text)
     end,
+    on_gone = function()
+      job_view.forget(storage, place)
+    end,
   })
+  if not flags.follow and (state == "SUSPENDED" or state == "FAILED") then
+    -- Nobody stays who would see that it is dead.
+    local reason = job_view.reason_of(provision.queued_resource)
+    if not provision:again(reason) then
+      error(reason, 0)
+    end
+  end
   local made = provision.queued_resource
   progress:say(
     "Queued resource %s was accepted: %d slices of %s",

@@ -193,12 +193,14 @@ end
 ---@field content_type string?              "application/octet-stream" by default
 ---@field metadata table<string, string>?   custom metadata
 ---@field chunk integer?                    bytes of a chunk, a multiple of storage.GRANULE
+---@field repeatable boolean?               nobody else writes this object, so that a lost answer may be asked for again
 ---@field on_progress (fun(sent: integer, total: integer))?  bytes that Cloud Storage has confirmed
 
 local UPLOAD = {
   content_type = true,
   metadata = true,
   chunk = true,
+  repeatable = true,
   on_progress = true,
   if_generation_match = true,
   if_generation_not_match = true,
@@ -271,7 +273,7 @@ function Storage:upload(bucket, name, source, options)
       return check_upload(self, bucket, name, object, checksum)
     end
     local err = object
-    if errors.is(err, "precondition") and tostring(options.if_generation_match) == "0" then
+    if errors.is(err, "precondition") and options.if_generation_match then
       object = self:stat(bucket, name)
       if is_same(object, total, checksum) then
         return object

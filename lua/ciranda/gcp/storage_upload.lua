@@ -58,7 +58,7 @@ function M.once(self, bucket, resource, data, options)
       query = query,
       headers = { ["Content-Type"] = "multipart/related; boundary=" .. boundary },
       body = body,
-      idempotent = options.if_generation_match ~= nil,
+      idempotent = options.repeatable or options.if_generation_match ~= nil,
     }
   )
 end

@@ -154,7 +154,7 @@ function M.publish(storage, place, content)
   local number, version = M.generation(storage, place)
   local text, command, guard = named(content, number + 1)
   local function put(name, source, options)
-    storage:upload(place.bucket, place.prefix .. "/" .. name, source, options)
+    storage:upload(place.bucket, place.prefix .. "/" .. name, source, options or { repeatable = true })
   end
   task.all({
     function()

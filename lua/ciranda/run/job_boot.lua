@@ -6,6 +6,7 @@
 -- * An exit status is not the end of a job when the platform ended it: a save on a maintenance notice exits with 0. So
 --   notices are watched, told to the other workers through the bucket, and the job goes on when they are over.
 -- * One worker's failure ends the others, with time to save; the first one's is kept as the cause.
+-- * A call that failed says nothing: what is not known is asked again before anything follows from it.
 return [=[
 set -u
 umask 022
@@ -31,7 +32,8 @@ metadata() {
   curl -sSf --retry 3 --max-time 30 -H 'Metadata-Flavor: Google' "$server/$1"
 }
 
-# Runs its arguments until they succeed: for at most $1 seconds, with growing pauses.
+# Runs its arguments until they succeed: for at most $1 seconds, with growing pauses. Within what it runs it needs a
+# subshell.
 persist() {
   limit=$(($(date +%s) + $1)) pause=1
   shift
@@ -44,14 +46,18 @@ persist() {
   done
 }
 
+call() {
+  curl -sSf --connect-timeout 30 --speed-limit 1 --speed-time 60 --max-time 3600 "$@"
+}
+
 # curl with our token, which is given on standard input and so not in the list of processes.
 google() {
   token=$(metadata service-accounts/default/token 2>/dev/null |
     sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
   if [ -n "$token" ]; then
-    printf 'header = "Authorization: Bearer %s"\n' "$token" | curl -sSf --max-time 3600 -K - "$@"
+    printf 'header = "Authorization: Bearer %s"\n' "$token" | call -K - "$@"
   else
-    curl -sSf --max-time 3600 "$@"
+    call "$@"
   fi
 }
 
@@ -63,9 +69,14 @@ object() {
   printf '%s/%s' "$objects" "$(escaped "$PREFIX/$1")"
 }
 
-# An object's bytes on standard output; nothing is said of one that is not there.
+# read_object NAME FILE: its bytes, none when there is no such object; it fails when neither is known.
 read_object() {
-  google "$(object "$1")?alt=media" 2>/dev/null
+  : > "$2.part"
+  code=$(google -o "$2.part" -w '%{http_code}' "$(object "$1")?alt=media" 2>/dev/null) || {
+    [ "$code" = 404 ] || return 1
+    : > "$2.part"
+  }
+  mv -f "$2.part" "$2"
 }
 
 fetch() {
@@ -74,9 +85,13 @@ fetch() {
     [ "$(sha256sum < "$2.part" | cut -c1-64)" = "$3" ] && mv -f "$2.part" "$2"
 }
 
-# store FILE NAME [CONDITION]
 store() {
-  google -o /dev/null -X POST -H 'Content-Type: text/plain' -T "$1" \
+  put "$@" > /dev/null
+}
+
+# put FILE NAME [CONDITION]: the answer's status is on standard output.
+put() {
+  google -o /dev/null -w '%{http_code}' -X POST -H 'Content-Type: text/plain' -T "$1" \
     "${STORAGE}upload/storage/v1/b/$BUCKET/o?uploadType=media&name=$(escaped "$PREFIX/$2")${3:-}"
 }
 
@@ -93,12 +108,18 @@ list_objects() {
   done
 }
 
-# The log goes to the bucket whenever it has grown.
+# The log goes to the bucket whenever it has grown, and so does the stage when it could not before.
 upload_log() {
-  size=$(wc -c < "$log")
-  if [ "$size" != "${uploaded:-}" ] && store "$log" "$log_object"; then
-    uploaded=$size
+  if [ -e "$state/stage" ]; then
+    upload_stage
   fi
+  size=$(wc -c < "$log")
+  [ "$size" != "${uploaded:-}" ] || return 0
+  store "$log" "$log_object" && uploaded=$size
+}
+
+upload_stage() {
+  store "$state/stage" "$stage_object" && rm -f "$state/stage"
 }
 
 # Where this worker is: in the guest attributes, which need no bucket, and in the bucket once its number is known.
@@ -108,14 +129,14 @@ stage() {
   [ -n "${place:-}" ] || return 0
   printf '{"stage":"%s","generation":%s,"attempt":%s,"time":"%s"}\n' "$1" "${GENERATION:-0}" \
     "${attempt_number:-0}" "$(now)" > "$state/stage"
-  store "$state/stage" "$stage_object"
+  upload_stage
 }
 
 # The last word of a worker that cannot go on, and cannot say who it is either.
 give_up() {
   say "$1"
   stage failed
-  store "$log" "startup_log_$(hostname)"
+  persist 60 store "$log" "startup_log_$(hostname)"
   exit 1
 }
 
@@ -142,10 +163,13 @@ stage_object=stage_$suffix
 interruption_object=interruption_$suffix
 
 # A new machine goes on with the log and the count of attempts that the one before it has left in the bucket.
+read_before() {
+  read_object "$stage_object" "$state/stage-before" && read_object "$log_object" "$state/log"
+}
+
 if [ ! -e "$state/log" ]; then
-  read_object "$stage_object" > "$state/stage-before"
-  read_object "$log_object" > "$state/log.part"
-  mv -f "$state/log.part" "$state/log"
+  persist 3600 read_before ||
+    give_up "gs://$BUCKET/$PREFIX/ cannot be read; may the service account do so? Nothing was run"
 fi
 log=$state/log
 cat "$boot_log" >> "$log" 2>/dev/null
@@ -153,9 +177,9 @@ rm -f "$boot_log"
 
 # What is to be run now: NAME=VALUE lines, of which only harmless characters are taken.
 read_generation() {
-  read_object generation > "$state/generation.part" || return 1
+  read_object generation "$state/generation" || return 1
   for name in GENERATION BUNDLE BUNDLE_SHA256 COMMAND_SHA256 GUARD GUARD_SHA256; do
-    value=$(sed -n "s/^$name=\([A-Za-z0-9._-]*\)\$/\1/p" "$state/generation.part")
+    value=$(sed -n "s/^$name=\([A-Za-z0-9._-]*\)\$/\1/p" "$state/generation")
     [ -n "$value" ] || return 1
     eval "$name=\$value"
   done
@@ -169,26 +193,26 @@ fetch_job() {
 }
 
 finished_here() {
-  [ -e "$state/finished-$GENERATION" ] || read_object "$status_object" | grep -q "\"generation\":$GENERATION,"
+  [ -e "$state/finished-$GENERATION" ] || grep -q "\"generation\":$GENERATION," "$state/status"
 }
 
+# Only the first worker's is taken.
+tell_failure() {
+  code=$(put "$state/failed" "failed-$GENERATION" '&ifGenerationMatch=0' 2>/dev/null) || [ "$code" = 412 ]
+}
+
+# What this worker has come to is on its disk first: a boot before the bucket knows it does not run COMMAND again.
 finish() {
   printf '{"generation":%s,"status":%s,"attempt":%s,"time":"%s"}\n' "$GENERATION" "$1" "${attempt_number:-0}" \
     "$(now)" > "$state/status"
   printf 'multihost_job finished main command on %s at %s UTC with exit status %s.\n' "$place" \
     "$(date -u '+%Y-%m-%d %H:%M:%S')" "$1" | tee -a "$log"
-  : > "$state/finished-$GENERATION"
+  rm -f "$state/failed"
   if [ "$1" != 0 ]; then
-    # Only the first one's is taken.
     printf '{"slice":%s,"worker":%s,"status":%s,"time":"%s"}\n' "$SLICE_ID" "$WORKER_ID" "$1" "$(now)" \
       > "$state/failed"
-    store "$state/failed" "failed-$GENERATION" '&ifGenerationMatch=0' 2>/dev/null
   fi
-  persist 3600 upload_log
-  persist 3600 store "$state/status" "$status_object"
-  printf '%s' "$1" > "$state/done"
-  store "$state/done" "finished-${GENERATION}_$suffix"
-  stage finished
+  : > "$state/finished-$GENERATION"
 }
 
 all_finished() {
@@ -200,15 +224,23 @@ delete_queued_resource() {
     "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/queuedResources/$QUEUED_RESOURCE?force=true"
 }
 
-# When everybody has finished the queued resource goes: by the first worker of slice 0, and by those of the other slices
-# when it is still there after a while. `ciranda gc` does when none of them can.
+# The bucket is told, and when everybody has finished the queued resource goes: by the first worker of slice 0, and by
+# those of the other slices when it is still there after a while. `ciranda gc` does when none of them can.
 see_off() {
+  if [ -e "$state/failed" ]; then
+    persist 3600 tell_failure
+  fi
+  persist 3600 upload_log
+  persist 3600 store "$state/status" "$status_object"
+  persist 3600 store "$state/status" "finished-${GENERATION}_$suffix"
+  stage finished
   [ "$WORKER_ID" = 0 ] || exit 0
   persist 604800 all_finished
   [ "$SLICE_ID" = 0 ] || sleep 120
-  if ! read_object generation | grep -qx "GENERATION=$GENERATION"; then
+  if persist 3600 read_object generation "$state/generation" && [ -s "$state/generation" ] &&
+    ! grep -qx "GENERATION=$GENERATION" "$state/generation"; then
     say "another generation of this job is there: the queued resource stays, and a reset takes it up"
-    upload_log
+    persist 600 upload_log
     exit 0
   fi
   persist 3600 delete_queued_resource || {
@@ -226,9 +258,12 @@ persist 3600 fetch_job || {
   stage failed
   exit 1
 }
+if [ ! -e "$state/finished-$GENERATION" ]; then
+  persist 3600 read_object "$status_object" "$state/status" ||
+    give_up "gs://$BUCKET/$PREFIX/$status_object cannot be read; nothing was run"
+fi
 if finished_here; then
   say "$place has finished generation $GENERATION; it is not run again"
-  upload_log
   see_off
 fi
 if [ ! -e "$state/bundle-$BUNDLE_SHA256" ]; then
@@ -257,7 +292,9 @@ fi
 # Stays with one value of the metadata server until it becomes a notice, and shows it to the other workers. What it is
 # at first is no news: an event may still be shown after the reboot that it was about.
 watch_notice() {
-  seen=$(metadata "$1" 2>/dev/null)
+  until seen=$(metadata "$1" 2>/dev/null); do
+    sleep 5
+  done
   while :; do
     value=$(curl -sf --max-time 40 -H 'Metadata-Flavor: Google' "$server/$1?wait_for_change=true&timeout_sec=20") || {
       sleep 5
@@ -272,11 +309,19 @@ watch_notice() {
   done
 }
 
+# The nodes of the zone; none when the service account may not see them.
+list_nodes() {
+  query="pageSize=1000&fields=nodes(name,state,health),nextPageToken"
+  code=$(google -o "$state/nodes" -w '%{http_code}' \
+    "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/nodes?$query" 2>/dev/null) || {
+    [ "$code" = 403 ] && : > "$state/nodes"
+  }
+}
+
 # Are the nodes all there? Asked after a failure: when a slice is broken its peers fail too, and it is nobody's fault.
 # It succeeds when it is known that they are not.
 nodes_broken() {
-  query="pageSize=1000&fields=nodes(name,state,health),nextPageToken"
-  google "${TPU}$VERSION/projects/$PROJECT/locations/$ZONE/nodes?$query" > "$state/nodes" 2>/dev/null || return 1
+  (persist 60 list_nodes) && [ -s "$state/nodes" ] || return 1
   # One page is all that is asked for: of a zone with more nodes nothing is known.
   if grep -q '"nextPageToken"' "$state/nodes"; then
     return 1
@@ -295,7 +340,8 @@ interrupted() {
     return 0
   fi
   sleep "$SETTLE"
-  if list_objects interruption_ && [ -s "$state/list" ] && [ "$(cksum < "$state/list")" != "$interruptions" ]; then
+  if persist 300 list_objects interruption_ && [ -s "$state/list" ] &&
+    [ "$(cksum < "$state/list")" != "$interruptions" ]; then
     return 0
   fi
   [ "$1" != 0 ] || return 1
@@ -314,7 +360,7 @@ notices_over() {
 }
 
 somebody_failed() {
-  read_object "failed-$GENERATION" | grep -q '"status"'
+  read_object "failed-$GENERATION" "$state/first-failure" && grep -q '"status"' "$state/first-failure"
 }
 
 # A boot cuts off what copies the attempt's log into ours: what came last is brought over from the attempt itself.
@@ -336,7 +382,7 @@ run_attempt() {
     "boot $(cat /proc/sys/kernel/random/boot_id), ulimit -n $(ulimit -n)"
   rm -f "$state/notice"
   interruptions=
-  list_objects interruption_ && interruptions=$(cksum < "$state/list")
+  persist 300 list_objects interruption_ && interruptions=$(cksum < "$state/list")
   attempt=$state/attempt-$GENERATION-$attempt_number
   mkdir -p "$attempt"
   cp "$state/command" "$attempt/command"
@@ -393,7 +439,7 @@ run_attempt() {
 }
 
 # Whoever is back first after a reboot waits for the others' notices to be over.
-if list_objects interruption_ && [ -s "$state/list" ]; then
+if persist 300 list_objects interruption_ && [ -s "$state/list" ]; then
   persist 600 notices_over
 fi
 while :; do
@@ -403,7 +449,7 @@ while :; do
   fi
   say "attempt $attempt_number ended with exit status $status upon the platform's doing: it goes on when that is over"
   stage interrupted
-  upload_log
+  persist 60 upload_log
   # A reboot, or the loss of the machine, is what usually ends this wait.
   persist 7200 notices_over || say "nothing has come of the platform's notice in two hours: going on"
 done

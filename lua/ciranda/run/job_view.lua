@@ -161,7 +161,10 @@ local function delete(options, queued_resource)
 end
 
 --- Why a queued resource will not be ACTIVE any more.
-local function reason_of(queued_resource)
+---@async
+---@param queued_resource ciranda.gcp.QueuedResource
+---@return any reason
+function M.reason_of(queued_resource)
   local ok, reason = pcall(queued_resource.wait, queued_resource, "ACTIVE", { timeout = 60, not_yet = 0 })
   if not ok and err.is(reason, "cancelled") then
     error(reason, 0)
@@ -170,11 +173,14 @@ local function reason_of(queued_resource)
 end
 
 --- Takes away what the workers of an earlier request have settled: that they have finished, failed, been told.
-local function forget(storage, place)
+---@async
+---@param storage ciranda.gcp.Storage
+---@param place ciranda.run.JobPlace
+function M.forget(storage, place)
   for _, object in ipairs((storage:list(place.bucket, { prefix = place.prefix .. "/" }))) do
     local kind = object.name:sub(#place.prefix + 2):match("^(%l+)[-_]")
     if kind == "status" or kind == "finished" or kind == "failed" or kind == "interruption" then
-      storage:delete(place.bucket, object.name)
+      storage:delete(place.bucket, object.name, { generation = object.generation })
     end
   end
 end
@@ -183,7 +189,7 @@ end
 ---@return ciranda.gcp.QueuedResource
 -- Raises the reason, with what it means for the job, when that would not help.
 local function renew(options, queued_resource, finished)
-  local place, reason = options.place, reason_of(queued_resource)
+  local place, reason = options.place, M.reason_of(queued_resource)
   local renewed = options.again and options.again(reason)
   if not renewed then
     err.raise({
@@ -200,7 +206,6 @@ local function renew(options, queued_resource, finished)
       ),
     })
   end
-  forget(options.storage, place)
   return renewed
 end
 

@@ -26,6 +26,7 @@ M.PREEMPTION_PAUSE = 30
 ---@field pause number? seconds between two (300)
 ---@field preemptions integer? how often what was preempted is asked for again (0)
 ---@field on_note fun(text: string) takes what a person should know
+---@field on_gone fun()? called when one is gone and before another is asked for
 
 ---@class ciranda.run.Provision
 ---@field queued_resource ciranda.gcp.QueuedResource the one that was asked for last
@@ -43,12 +44,25 @@ local OPTIONS = {
   pause = true,
   preemptions = true,
   on_note = true,
+  on_gone = true,
 }
 
 local function ask(self)
   local options = self.options
   self.tries = self.tries + 1
   self.queued_resource = ledger.create(options.journal, options.tpu, options.request, options.keep)
+end
+
+--- Deletes what there is, waits, asks once more.
+local function ask_again(self, pause)
+  local options = self.options
+  ledger.delete(options.journal, self.queued_resource)
+  if options.on_gone then
+    options.on_gone()
+  end
+  task.sleep(pause)
+  ask(self)
+  return true
 end
 
 --- Asks for a queued resource.
@@ -80,10 +94,7 @@ local function after_preemption(self)
       budget
     )
   )
-  ledger.delete(options.journal, self.queued_resource)
-  task.sleep(pause)
-  ask(self)
-  return true
+  return ask_again(self, pause)
 end
 
 --- Asks once more after an end that asking again may mend: tells it, deletes what there is, with force, and waits some
@@ -112,13 +123,11 @@ function Provision:again(reason, deadline)
       left and (", then asking again in %g s (%d of %d)"):format(pause, self.tries + 1, of) or ""
     )
   )
-  ledger.delete(options.journal, self.queued_resource)
   if not left then
+    ledger.delete(options.journal, self.queued_resource)
     return false
   end
-  task.sleep(pause)
-  ask(self)
-  return true
+  return ask_again(self, pause)
 end
 
 --- Waits until the slices are up, asking again as `again` does.

@@ -381,6 +381,13 @@ describe("ciranda.gcp.storage", function()
       assert.equal("4", object.size)
       assert.equal(2, count)
       count = 0
+      object = storage:upload("b", "fresh", "next", { if_generation_match = object.generation })
+      assert.equal("next", (storage:download("b", "fresh", { generation = object.generation })))
+      assert.equal(2, count)
+      count = 0
+      storage:upload("b", "o", "mine", { repeatable = true })
+      assert.equal(2, count)
+      count = 0
       local err = support.raised(storage.upload, storage, "b", "o", "three")
       assert.is_true(errors.is(err, "reset", "closed")) -- without a condition it is not sent again
       assert.equal(1, count)

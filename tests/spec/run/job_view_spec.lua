@@ -142,6 +142,7 @@ describe("run.job_view", function()
       queued_resource = queued_resource({ "ACTIVE", "SUSPENDED" }, log),
       again = function(reason)
         asked[#asked + 1] = reason.code
+        view.forget(storage, place)
         local second = queued_resource({ "ACTIVE" }, log)
         second.state = function()
           -- What is left when the second request is first looked at; then its workers finish.

@@ -1,0 +1,121 @@
+-- The functions of a job's start-up script, each with a curl that answers what the test says: a call that failed says
+-- nothing, and nothing follows from it.
+local boot = require("ciranda.run.job_boot")
+local fs = require("ciranda.io.fs")
+local process = require("ciranda.io.process")
+
+describe("a job's start-up script", function()
+  local state
+
+  before_each(function()
+    state = fs.tempdir("ciranda-job-boot")
+  end)
+
+  after_each(function()
+    fs.remove_tree(state)
+  end)
+
+  local function body_of(name)
+    return assert(boot:match("\n(" .. name .. "%(%) {\n.-\n}\n)"), "there is no function " .. name)
+  end
+
+  --- Runs `what` with the named functions. Each line of `answers` is one call of curl: its exit status, the HTTP status
+  --- it prints, its body. Without more of them the last one stays.
+  local function run(names, answers, what)
+    local parts = {
+      "set -u\nstate=" .. state .. "\n",
+      "GENERATION=1 NUM_SLICES=2 NODE_ID=n-0 SLICE_ID=0 STORAGE= BUCKET=b PREFIX=p TPU= VERSION= PROJECT= ZONE=\n",
+      'object() { echo "$1"; }\nescaped() { echo "$1"; }\nsleep() { :; }\n',
+      [[
+google() {
+  calls=$(($(cat "$state/calls") + 1))
+  echo "$calls" > "$state/calls"
+  line=$(sed -n "${calls}p" "$state/answers")
+  [ -n "$line" ] || line=$(tail -n 1 "$state/answers")
+  file= told=
+  while [ $# -gt 0 ]; do
+    case $1 in -o) file=$2 && shift ;; -w) told=yes ;; esac
+    shift
+  done
+  status=${line%% *} rest=${line#* }
+  if [ -n "$file" ]; then printf '%s' "${rest#* }" > "$file"; else printf '%s' "${rest#* }"; fi
+  [ -z "$told" ] || printf '%s' "${rest%% *}"
+  return "$status"
+}
+]],
+    }
+    for _, name in ipairs(names) do
+      parts[#parts + 1] = body_of(name)
+    end
+    fs.write(state .. "/calls", "0\n")
+    fs.write(state .. "/answers", table.concat(answers, "\n") .. "\n")
+    parts[#parts + 1] = what
+    local result = process.run({ "sh", stdin = table.concat(parts), timeout = 30 })
+    assert.equal("", result.stderr)
+    return result.code, tonumber(fs.read(state .. "/calls"))
+  end
+
+  it("takes an object for missing only when the bucket says so", function()
+    local function read(answer)
+      fs.write(state .. "/status", "before")
+      local code = run({ "read_object" }, { answer }, 'read_object status "$state/status"\n')
+      return code, fs.read(state .. "/status")
+    end
+    for answer, expected in pairs({
+      ["0 200 text"] = { 0, "text" },
+      ["22 404 not found"] = { 0, "" },
+      ["22 503 try later"] = { 1, "before" },
+      ["18 200 te"] = { 1, "before" },
+      ["52 000 "] = { 1, "before" },
+    }) do
+      assert.same(expected, { read(answer) })
+    end
+  end)
+
+  it("tries an upload of the log again until the bucket has it, and the stage with it", function()
+    fs.write(state .. "/log", "a line\n")
+    fs.write(state .. "/stage", "{}\n")
+    local names = { "persist", "upload_log", "upload_stage", "store", "put" }
+    local set = "log=$state/log log_object=log stage_object=stage\n"
+    local code, calls =
+      run(names, { "22 503 -", "22 503 -", "0 200 -", "0 200 -" }, set .. "persist 60 upload_log\n")
+    assert.same({ 0, 4 }, { code, calls })
+    assert.is_falsy(fs.exists(state .. "/stage"))
+    -- One that has not grown is not sent again.
+    code, calls = run(names, { "0 200 -" }, set .. "upload_log && upload_log\n")
+    assert.same({ 0, 1 }, { code, calls })
+  end)
+
+  it("tells its failure until one worker's is there", function()
+    for answer, expected in pairs({ ["0 200 -"] = 0, ["22 412 -"] = 0, ["22 503 -"] = 1, ["18 200 -"] = 1 }) do
+      assert.equal(expected, (run({ "tell_failure", "put" }, { answer }, "tell_failure\n")))
+    end
+  end)
+
+  it("takes nodes for broken only when it has been told so, and asks again meanwhile", function()
+    local function ready(count)
+      local nodes = {}
+      for slice = 0, 1 do
+        nodes[slice + 1] = ('{"name":"x/nodes/n-%d","state":"%s"}'):format(
+          slice,
+          slice < count and "READY" or "x"
+        )
+      end
+      return '0 200 {"nodes":[' .. table.concat(nodes, ",") .. "]}"
+    end
+    local names = { "persist", "list_nodes", "nodes_broken" }
+    for _, case in ipairs({
+      { { ready(2) }, 1, 1 },
+      { { ready(1) }, 0, 1 },
+      { { "22 503 -", "18 200 {}", ready(1) }, 0, 3 },
+      { { "22 403 -" }, 1, 1 },
+    }) do
+      local code, calls = run(names, case[1], "nodes_broken\n")
+      assert.same({ case[2], case[3] }, { code == 0 and 0 or 1, calls })
+    end
+    -- Whoever waits for an hour with it does wait for an hour.
+    local code =
+      run(names, { ready(1) }, 'persist 3600 nodes_broken && [ "$limit" -gt $(($(date +%s) + 3000)) ]\n')
+    assert.equal(0, code)
+  end)
+end)
