@@ -352,7 +352,9 @@ interrupted() {
   return 1
 }
 
+# A machine that is preempted does not come back from it.
 notices_over() {
+  [ "$(metadata preempted 2>/dev/null)" != TRUE ] || return 1
   case $(metadata maintenance-event 2>/dev/null) in
   NONE) google -o /dev/null -X DELETE "$(object "$interruption_object")" 2>/dev/null ;;
   esac

@@ -8,35 +8,17 @@ local M = {}
 
 ---@class jobwalk.Attempt
 ---@field round string the job's life and its attempt, "1-2"
----@field logged string what the bucket has of it
 ---@field printed string what COMMAND printed
+---@field logged string? what the bucket has of it
 ---@field first integer? step completed
 ---@field last integer?
 ---@field saved integer? the newest step that it saw saved
+---@field whole boolean it came to an end of its own
+
+--- What is not counted as missing: it was in the pipe when the machine was switched off.
+local PIPE = 4096
 
 local STOPPING = "%d[%dT:%-]+Z another worker has failed: stopping, with %d+ s to save\n"
-
---- What COMMAND printed at a place, an element an attempt, in order.
----@param directory string of copies, each called SLICE.WORKER.NANOSECONDS
----@param place string "SLICE.WORKER"
----@return string[]
-function M.printed(directory, place)
-  local names = {}
-  for _, entry in ipairs(fs.exists(directory) and fs.list(directory) or {}) do
-    if entry.name:sub(1, #place + 1) == place .. "." then
-      names[#names + 1] = entry.name
-    end
-  end
-  table.sort(names)
-  local list = {}
-  for _, name in ipairs(names) do
-    local text = fs.read(directory .. "/" .. name)
-    if text ~= "" then
-      list[#list + 1] = text
-    end
-  end
-  return list
-end
 
 local function last_number(text, pattern)
   local last
@@ -46,57 +28,65 @@ local function last_number(text, pattern)
   return last
 end
 
---- What a log has after each attempt's header, without what the job itself said meanwhile.
-local function split(log)
-  local list, at = {}, nil
-  for from, to in log:gmatch("()%d[%dT:%-]+Z multihost_job attempt %d+ on [^\n]*\n()") do
-    list[#list + 1] = at and log:sub(at, from - 1)
-    at = to
+--- What COMMAND printed at a place, an attempt an element, in order.
+---@param directory string of copies, each called SLICE.WORKER.NANOSECONDS.LIFE-ATTEMPT
+---@param place string "SLICE.WORKER"
+---@return jobwalk.Attempt[]
+function M.attempts(directory, place)
+  local names, list = {}, {}
+  for _, entry in ipairs(fs.exists(directory) and fs.list(directory) or {}) do
+    if entry.name:sub(1, #place + 1) == place .. "." then
+      names[#names + 1] = entry.name
+    end
   end
-  list[#list + 1] = at and log:sub(at)
-  for index, text in ipairs(list) do
-    list[index] = text:gsub(STOPPING, "")
+  table.sort(names)
+  for index, name in ipairs(names) do
+    local text = fs.read(directory .. "/" .. name)
+    list[index] = {
+      round = name:match("[^.]+$"),
+      printed = text,
+      first = math.tointeger(tonumber(text:match("completed step: (%d+)"))),
+      last = last_number(text, "completed step: (%d+)"),
+      saved = last_number(text, "\nsaved step (%d+)"),
+      whole = text:find("\ntraining finished at step %d+\n$") ~= nil
+        or text:find("Reached preemption sync point, step=%d+\nsaved step [^\n]*\n$") ~= nil,
+    }
   end
   return list
 end
 
---- Everything that is known of the attempts at a place, in order.
+--- Gives each attempt what a log has after its header, without what the job itself said meanwhile. A machine that was
+--- lost before the bucket knew of its attempt leaves the number to the next one.
+---@param attempts jobwalk.Attempt[]
 ---@param log string the bucket's
----@param printed string[]
----@param place string
----@param problems string[]
----@return jobwalk.Attempt[]
-function M.attempts(log, printed, place, problems)
-  local list = {}
-  for _, logged in ipairs(split(log)) do
-    local copy = printed[#list + 1]
-    -- A machine may be cut off between the header and COMMAND's first word, which nobody has seen then.
-    if copy and logged:sub(1, 40) == copy:sub(1, 40) then
-      list[#list + 1] = {
-        round = copy:match("attempt (%d+%-%d+)") or "none",
-        logged = logged,
-        printed = copy,
-        first = math.tointeger(tonumber(copy:match("completed step: (%d+)"))),
-        last = last_number(copy, "completed step: (%d+)"),
-        saved = last_number(copy, "\nsaved step (%d+)"),
-      }
+function M.read_log(attempts, log)
+  local pieces, at = {}, nil
+  local function piece(to)
+    local text = log:sub(at.from, to):gsub(STOPPING, "")
+    pieces[at.round] = pieces[at.round] or {}
+    table.insert(pieces[at.round], text)
+  end
+  for before, number, generation, from in
+    log:gmatch("()%d[%dT:%-]+Z multihost_job attempt (%d+) on [^\n]* generation (%d+),[^\n]*\n()")
+  do
+    if at then
+      piece(before - 1)
     end
+    at = { round = generation .. "-" .. number, from = from }
   end
-  if #list < #printed then
-    problems[#problems + 1] = ("%s: COMMAND was started %d times, but the log has only %d of them"):format(
-      place,
-      #printed,
-      #list
-    )
+  if at then
+    piece(#log)
   end
-  return list
+  for index = #attempts, 1, -1 do
+    attempts[index].logged = table.remove(pieces[attempts[index].round] or {})
+  end
 end
 
 --- How much of an attempt's output is not in the bucket.
 ---@param attempt jobwalk.Attempt
 ---@return integer? bytes at its end; nil when the log has other bytes than were printed
 function M.missing(attempt)
-  local logged, printed = attempt.logged, attempt.printed
+  local logged, printed = attempt.logged or "", attempt.printed
   if logged:sub(1, #printed) == printed then
     return 0
   end
@@ -106,8 +96,11 @@ function M.missing(attempt)
   end
   -- What follows a cut is what the job says at the next boot, or the day of it that both begin with.
   local rest = logged:sub(same + 1)
-  local said = rest == "" or rest:find("^[%dT:%-]+Z ")
-  return said and #printed - same or nil
+  if rest ~= "" and not rest:find("^[%dT:%-]+Z ") then
+    return nil
+  end
+  local missing = #printed - same
+  return (attempt.whole or missing > PIPE or not attempt.logged) and missing or 0
 end
 
 --- Checks that every round began after the newest step that had been saved, on all workers, that none is missing, and

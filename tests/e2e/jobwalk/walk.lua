@@ -58,7 +58,7 @@ end
 
 --- COMMAND: what it prints is also kept in a copy; it holds the worker's accelerator; it trains.
 function Walk:command()
-  local copy = self.copies .. "/$SLICE_ID.$WORKER_ID.$(date +%s%N)"
+  local copy = ("%s/$SLICE_ID.$WORKER_ID.$(date +%%s%%N).%d-$CIRANDA_ATTEMPT"):format(self.copies, self.life)
   return table.concat({
     ("umask 0; exec > >(trap '' TERM; exec tee -a %s) 2>&1;"):format(copy),
     "for d in ${CIRANDA_SIM_DEVICES:-/dev/accel /dev/vfio/}; do [ ! -e ${d}0 ] || exec 9<${d}0; done;",
@@ -159,9 +159,10 @@ end
 function Walk:progress()
   local began, least = {}, math.huge
   for _, place in ipairs(self:places()) do
-    local printed = logs.printed(self.copies, place)
-    began[place] = #printed
-    least = math.min(least, select(2, (printed[#printed] or ""):gsub("completed step: ", "")))
+    local attempts = logs.attempts(self.copies, place)
+    local newest = attempts[#attempts]
+    began[place] = #attempts
+    least = math.min(least, newest and newest.first and newest.last - newest.first + 1 or 0)
   end
   return began, least
 end
@@ -260,7 +261,7 @@ function EVENTS.kill(walk, event)
   walk:ended(137, event)
   -- It is the job's own failure. Somebody looks into it, and gives the job again: no sooner than a machine could really
   -- have come and gone, since until then a request that is not there may still be on its way.
-  task.sleep(math.max(0, waiting.NOT_YET + 1 - (uv.hrtime() / 1e9 - walk.given_at)))
+  task.sleep(math.max(0, waiting.NOT_YET + 10 - (uv.hrtime() / 1e9 - walk.given_at)))
   walk.life = walk.life + 1
   walk:give(walk.plan.runner ~= "gone")
 end
@@ -296,8 +297,9 @@ function Walk:ended(status, event)
     if not self.trained and status == 0 then
       local finished = 0
       for _, place in ipairs(self:places()) do
-        local printed = logs.printed(self.copies, place)
-        finished = finished + ((printed[#printed] or ""):find("training finished", 1, true) and 1 or 0)
+        local attempts = logs.attempts(self.copies, place)
+        local newest = attempts[#attempts]
+        finished = finished + (newest and newest.printed:find("training finished", 1, true) and 1 or 0)
       end
       self.trained = finished == #self:places() and uv.hrtime() / 1e9 or nil
     end
@@ -368,11 +370,11 @@ function Walk:look()
     local slice, worker = place:match("(%d+)%.(%d+)")
     local suffix = ("slice_%s_worker_%s"):format(slice, worker)
     local log, status = self:object("main_command_log_" .. suffix), self:object("status_" .. suffix)
-    local printed = logs.printed(self.copies, place)
-    local attempts = logs.attempts(log, printed, place, self.problems)
+    local attempts = logs.attempts(self.copies, place)
+    logs.read_log(attempts, log)
     workers[place] = attempts
     figures.log_bytes = figures.log_bytes + #log
-    figures.starts = figures.starts + #printed
+    figures.starts = figures.starts + #attempts
     if not status:find('"status":0,', 1, true) then
       self:problem("%s: the status in the bucket is %q", place, status)
     end

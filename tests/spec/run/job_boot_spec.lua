@@ -92,6 +92,21 @@ google() {
     end
   end)
 
+  it("waits for the end of maintenance, and of no preemption, before it goes on", function()
+    local names = { "notices_over" }
+    local stubs = 'list_objects() { printf \'%s\' "$listed" > "$state/list"; }\nnodes_broken() { return 1; }\n'
+      .. "interruption_object=i\nmetadata() { case $1 in preempted) echo $preempted ;; *) echo $event ;; esac; }\n"
+    for _, case in ipairs({
+      { "preempted=FALSE event=NONE listed=", 0, 1 },
+      { "preempted=FALSE event=NONE listed=another", 1, 1 },
+      { "preempted=FALSE event=TERMINATE_ON_HOST_MAINTENANCE listed=ours", 1, 0 },
+      { "preempted=TRUE event=NONE listed=", 1, 0 }, -- the others have to see its notice until it is gone
+    }) do
+      local code, calls = run(names, { "0 200 -" }, stubs .. case[1] .. "\nnotices_over\n")
+      assert.same({ case[2], case[3] }, { code, calls }, case[1])
+    end
+  end)
+
   it("takes nodes for broken only when it has been told so, and asks again meanwhile", function()
     local function ready(count)
       local nodes = {}
