@@ -415,6 +415,7 @@ end
 
 --- What is there for whoever has to find out why.
 function Walk:explain()
+  self:control("DELETE", "faults")
   local parts = { self.at or "", fs.read(self.root .. "/plan") }
   for number = 1, self.started or 0 do
     parts[#parts + 1] = ("--- program %d\n%s"):format(
