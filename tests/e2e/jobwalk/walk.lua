@@ -62,7 +62,7 @@ function Walk:command()
   return table.concat({
     ("umask 0; exec > >(trap '' TERM; exec tee -a %s) 2>&1;"):format(copy),
     "for d in ${CIRANDA_SIM_DEVICES:-/dev/accel /dev/vfio/}; do [ ! -e ${d}0 ] || exec 9<${d}0; done;",
-    "exec python3 train.py --step-time=0.1 --peer-timeout=30 --checkpoint_dir=" .. self.checkpoints,
+    "exec python3 train.py --step-time=0.1 --peer-timeout=120 --checkpoint_dir=" .. self.checkpoints,
     ("--until=%s --save-every=%d"):format(self.enough, self.plan.save_every),
     ("--attempt=%d-$CIRANDA_ATTEMPT"):format(self.life),
   }, " ")
