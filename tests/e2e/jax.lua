@@ -396,6 +396,24 @@ local function negative(name, trainer, grace, by_drill)
   expect(by_drill or status == 143, "%s: the runner ended with %s", name, tostring(status))
 end
 
+--- Waits until a run's second attempt trains; gives the step that it has to resume from. The first one has ended when
+--- the next is announced, and what is on disk then counts.
+local function next_attempt(running)
+  task.timeout(START, function()
+    while not running:said():find("Another attempt in", 1, true) do
+      task.sleep(0.05)
+    end
+  end)
+  local steps = steps_on_disk(checkpoints)
+  task.timeout(START, function()
+    while select(2, running:said():gsub("Running main command", "")) < 2 do
+      task.sleep(0.1)
+    end
+  end)
+  running:train(STEPS)
+  return steps[#steps]
+end
+
 local function to_runner(running)
   running.program:signal("SIGTERM")
 end
@@ -535,27 +553,28 @@ local function main()
     case("repair under a live run", function(running)
       running:train(15)
       ask("POST", ("/sim/v1/nodes/%s-1:lose"):format(NAME))
-      -- The old attempt has ended when the next one is announced; what is on disk then is what that one resumes from.
-      task.timeout(START, function()
-        while not running:said():find("Another attempt in", 1, true) do
-          task.sleep(0.05)
-        end
-      end)
-      local steps = steps_on_disk(checkpoints)
-      task.timeout(START, function()
-        while select(2, running:said():gsub("Running main command", "")) < 2 do
-          task.sleep(0.1)
-        end
-      end)
-      running:train(STEPS)
+      local from = next_attempt(running)
       running.program:signal("SIGTERM")
-      return steps[#steps]
+      return from
     end, {
       status = { 143 },
       trainer = "--save-interval=5",
       flags = { "--INFRA_RESTARTS=2", "--PREEMPTION_RESTARTS=1", "--FAILURE_GRACE=5" },
       says = { "The machines: " .. NAME .. " is ACTIVE", "saved: step STEP is on disk", "Attempt 1 (" },
     })
+    case("a drill by a maintenance event: the runner goes on by itself", function(running)
+      local before = steps_on_disk(checkpoints)
+      ask("POST", node_path("v2alpha1", 1) .. ":simulateMaintenanceEvent", { workerIds = { "1" } })
+      local from = next_attempt(running)
+      expect(from > before[#before] and from % 1000 ~= 0, "the event has made step %d", from)
+      running.program:signal("SIGTERM")
+      return from
+    end, {
+      status = { 143 },
+      flags = { "--PREEMPTION_RESTARTS=1" },
+      says = { "Attempt 1 (", "preempted", "saved: step STEP is on disk" },
+    })
+    wait_until_ready()
     case("preemption of a spot slice", function()
       ask("POST", ("/sim/v1/nodes/%s-1:preempt"):format(NAME), { notice = 30 })
     end, preempted)
