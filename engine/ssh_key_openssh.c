@@ -140,9 +140,16 @@ static EVP_PKEY *from_params(const char *type, OSSL_PARAM_BLD *builder) {
   return pkey;
 }
 
-/* A secret number; the caller gives it back with BN_clear_free. */
+/*
+ * A secret number; the caller gives it back with BN_clear_free. OpenSSL wipes the parameters that
+ * it makes of secure ones only.
+ */
 static BIGNUM *number(cir_span span) {
-  BIGNUM *value = BN_bin2bn(span.data, (int)span.size, NULL);
+  BIGNUM *value = BN_secure_new();
+  if (value != NULL && BN_bin2bn(span.data, (int)span.size, value) == NULL) {
+    BN_clear_free(value);
+    return NULL;
+  }
   if (value != NULL)
     BN_set_flags(value, BN_FLG_CONSTTIME);
   return value;

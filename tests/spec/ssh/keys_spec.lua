@@ -227,6 +227,50 @@ describe("a private key", function()
     end
   end)
 
+  it("leaves nothing of its secret in memory when it has gone", function()
+    local binary = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+    local path, dump = support.keygen("-t", "ecdsa", "-b", "521"), support.path("memory")
+    local bytes = crypto.unbase64(fs.read(path):match("KEY%-%-%-%-%-\n(.-)%-%-%-%-%-END"))
+    local private = select(5, (">zs4s4s4I4"):unpack(bytes))
+    assert.equal(1, private)
+    local section = select(2, (">s4s4"):unpack(bytes, select(6, (">zs4s4s4I4"):unpack(bytes))))
+    local secret = select(4, (">s4s4s4s4"):unpack(section, 9))
+    local needle = secret:reverse():sub(9, 40) -- OpenSSL keeps numbers low byte first
+    --- Whether a program that has read the key, and keeps it or not, has the secret in its memory.
+    local function has_secret(keep)
+      process
+        .run({
+          binary,
+          "-e",
+          [[
+          local key = require("ciranda.task").call(require("ciranda.core.ssh").key_read, arg[1], nil)
+          KEPT = arg[3] == "keep" and key or nil
+          key = nil
+          collectgarbage()
+          collectgarbage()
+          local memory, to = assert(io.open("/proc/self/mem", "rb")), assert(io.open(arg[2], "wb"))
+          for line in io.lines("/proc/self/maps") do
+            local low, high = line:match("^(%x+)%-(%x+) rw")
+            low, high = tonumber(low or "0", 16), tonumber(high or "0", 16)
+            if high > low and high - low < 256 << 20 and memory:seek("set", low) then -- ASan's shadow is larger
+              to:write(memory:read(high - low) or "")
+            end
+          end
+          to:close()]],
+          path,
+          dump,
+          keep,
+          timeout = 120,
+        })
+        :check()
+      local found = fs.read(dump):find(needle, 1, true) ~= nil
+      fs.remove(dump)
+      return found
+    end
+    assert.is_true(has_secret("keep"))
+    assert.is_false(has_secret("drop"))
+  end)
+
   it("of gcloud is made when it is not there, and never overwritten", function()
     local path = support.path("fresh") .. "/ssh/google_compute_engine"
     local made, public = ssh.ensure_key(path)
