@@ -1,7 +1,7 @@
 /*
  * ssh.h - what the files of ciranda.core.ssh share: sessions on libssh2, driven by the loop.
  *
- *   ssh_module.c     functions of the module: keys, fingerprints
+ *   ssh_module.c     functions of the module: opening, keys
  *   ssh_session.c    the pump, deadlines, keepalive, death; ssh_session_lua.c its methods in Lua
  *   ssh_operation.c  the queue of what is asked of a session
  *   ssh_raw.c        what libssh2 calls: memory and bytes; what its failures mean

@@ -1,6 +1,5 @@
 /*
- * ssh_module.c - the functions of ciranda.core.ssh: opening sessions, reading keys, and the small
- * codings that SSH's files use. See ssh.h.
+ * ssh_module.c - the functions of ciranda.core.ssh: opening sessions and reading keys. See ssh.h.
  */
 #include "modules.h"
 #include "ssh.h"
@@ -8,13 +7,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <openssl/crypto.h>
-#include <openssl/evp.h>
-#include <openssl/hmac.h>
-#include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_KEY_FILE = 1024 * 1024, SHA1_SIZE = 20, SHA256_SIZE = 32 };
+enum { MAX_KEY_FILE = 1024 * 1024 };
 
 /* --- keys --------------------------------------------------------------------------------------
  */
@@ -250,43 +246,9 @@ void cir_ssh_key_register(lua_State *L) {
   lua_pop(L, 1);
 }
 
-/* --- codings -----------------------------------------------------------------------------------
- */
-
-/* ssh.hash_name(salt, name) -> the 20 bytes that stand for a host's name in known_hosts. */
-static int l_hash_name(lua_State *L) {
-  size_t salt_size, size;
-  const char *salt = luaL_checklstring(L, 1, &salt_size), *name = luaL_checklstring(L, 2, &size);
-  uint8_t hash[SHA1_SIZE];
-  unsigned int hash_size = 0;
-  if (HMAC(EVP_sha1(), salt, (int)salt_size, (const uint8_t *)name, size, hash, &hash_size) == NULL)
-    return luaL_error(L, "HMAC-SHA1 is not available");
-  lua_pushlstring(L, (const char *)hash, hash_size);
-  return 1;
-}
-
-/* ssh.fingerprint(blob) -> "SHA256:...", as ssh-keygen -l writes it. */
-static int l_fingerprint(lua_State *L) {
-  size_t size;
-  const char *blob = luaL_checklstring(L, 1, &size);
-  uint8_t hash[SHA256_SIZE];
-  unsigned int hash_size = 0;
-  if (EVP_Digest(blob, size, hash, &hash_size, EVP_sha256(), NULL) != 1)
-    return luaL_error(L, "SHA-256 is not available");
-  char text[4 * ((SHA256_SIZE + 2) / 3) + 1];
-  int length = EVP_EncodeBlock((unsigned char *)text, hash, (int)hash_size);
-  while (length > 0 && text[length - 1] == '=')
-    length--;
-  lua_pushliteral(L, "SHA256:");
-  lua_pushlstring(L, text, (size_t)length);
-  lua_concat(L, 2);
-  return 1;
-}
-
 int luaopen_ciranda_core_ssh(lua_State *L) {
-  static const luaL_Reg functions[] = {{"open", cir_ssh_l_open},       {"key_read", l_key_read},
-                                       {"key_parse", l_key_parse},     {"hash_name", l_hash_name},
-                                       {"fingerprint", l_fingerprint}, {NULL, NULL}};
+  static const luaL_Reg functions[] = {
+      {"open", cir_ssh_l_open}, {"key_read", l_key_read}, {"key_parse", l_key_parse}, {NULL, NULL}};
   cir_ssh_session_register(L);
   cir_ssh_operation_register(L);
   cir_ssh_channel_register(L);

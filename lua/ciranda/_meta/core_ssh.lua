@@ -63,17 +63,6 @@ function M.key_read(path, passphrase, callback) end
 ---@return { cancel: fun(self) } handle
 function M.key_parse(text, passphrase, callback) end
 
---- HMAC-SHA1: the name of a host in a hashed known_hosts.
----@param salt string
----@param name string
----@return string
-function M.hash_name(salt, name) end
-
---- "SHA256:..." of a public key.
----@param blob string
----@return string
-function M.fingerprint(blob) end
-
 ---@class ciranda.core.ssh.Session
 local Session = {}
 

@@ -4,9 +4,9 @@
 --- then known_hosts. A host that nobody knows is refused, unless "accept-new" was asked for by name, which writes it
 --- down. A key that differs from a known one is refused under every policy.
 
-local core = require("ciranda.core.ssh")
 local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
+local keys = require("ciranda.ssh.keys")
 local known_hosts = require("ciranda.ssh.known_hosts")
 
 local M = {}
@@ -126,7 +126,7 @@ end
 local function fingerprints(list)
   local parts, seen = {}, {}
   for _, key in ipairs(list) do
-    local text = ("%s (%s)"):format(core.fingerprint(key.blob), key.type)
+    local text = ("%s (%s)"):format(keys.fingerprint(key.blob), key.type)
     if not seen[text] then
       seen[text] = true
       parts[#parts + 1] = text

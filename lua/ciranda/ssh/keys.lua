@@ -190,6 +190,14 @@ function M.public_of(path)
   return good and blob or nil
 end
 
+--- What people compare: "SHA256:...", as `ssh-keygen -l` prints it.
+---@param blob string a public key, in bytes
+---@return string
+function M.fingerprint(blob)
+  local crypto = require("ciranda.io.crypto")
+  return "SHA256:" .. crypto.base64(crypto.sha256(blob)):gsub("=+$", "")
+end
+
 --- The certificate beside a private key (PATH-cert.pub), or nil when there is none that can be read: then the key
 --- counts by itself.
 ---@async

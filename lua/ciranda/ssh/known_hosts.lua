@@ -4,7 +4,6 @@
 --- the files and the caller say) and `@cert-authority` (host certificates are not supported, which is said when
 --- nothing else vouches for the host). Nothing here asks or decides: `ciranda.ssh.hostkey` does.
 
-local core = require("ciranda.core.ssh")
 local crypto = require("ciranda.io.crypto")
 local file_cache = require("ciranda.ssh.file_cache")
 local fs = require("ciranda.io.fs")
@@ -112,7 +111,7 @@ end
 ---@param name string lower case, in the form the files use
 local function names(entry, name)
   if not entry.names then
-    return core.hash_name(entry.salt, name) == entry.hash
+    return crypto.hmac("sha1", entry.salt, name) == entry.hash
   end
   if #entry.globs == 0 then
     return entry.names[name] == true

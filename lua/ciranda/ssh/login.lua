@@ -8,7 +8,6 @@
 
 local agents = require("ciranda.ssh.agent")
 local certificates = require("ciranda.ssh.certificates")
-local core = require("ciranda.core.ssh")
 local errors = require("ciranda.io.error")
 local keys = require("ciranda.ssh.keys")
 local task = require("ciranda.task")
@@ -80,7 +79,7 @@ local function name_of(identity)
   return ("%s of the agent (%s %s)"):format(
     identity.comment ~= "" and identity.comment or "a key",
     identity.type,
-    core.fingerprint(identity.blob)
+    keys.fingerprint(identity.blob)
   )
 end
 
