@@ -32,8 +32,11 @@ local FAN_OUT = 4
 --- Workers that one may try to fetch from.
 local TRIES = 3
 
---- Seconds for a worker's python3 to start, between two signs of life for it, and without one after which it ends.
-local START, SIGN, SILENCE = 60, 20, 120
+--- Seconds that a worker's python3 may take to start.
+M.START = 60
+
+--- Seconds between two signs of life for it, and without one after which it ends.
+local SIGN, SILENCE = 20, 120
 
 --- Seconds between two looks at who is late, and for the programs to end at the end.
 local TICK, FAREWELL = 1, 10
@@ -149,7 +152,7 @@ function M.new(scope, options)
       silence = SILENCE,
     },
     command = options.command(relay_script.START, {
-      script = "'" .. relay_script.SCRIPT .. "'",
+      loader = "'" .. relay_script.LOADER:gsub("SIZE", #relay_script.SCRIPT) .. "'",
       python = tostring(relay_script.NO_PYTHON),
       openssl = tostring(relay_script.NO_OPENSSL),
     }),
@@ -171,6 +174,7 @@ end
 
 --- It has nothing this way, and serves nobody.
 local function leave(agent, reason)
+  agent:become("left")
   agent:conclude({ reason = reason })
   agent:dismiss()
 end
@@ -276,13 +280,13 @@ end
 
 --- A fetch is over.
 ---@private
----@param came boolean
+---@param came boolean? whether it came; nil: that says nothing of who was fetched from
 ---@param reason string?
 function Relay:released(child, came, reason)
   local parent = child.parent
   if came then
     parent.good, self.good = parent.good + 1, self.good + 1
-  else
+  elseif came == false then
     parent.bad = parent.bad + 1
     child.tried[parent] = true
     child.tries = child.tries + 1
@@ -295,34 +299,35 @@ function Relay:released(child, came, reason)
   end
 end
 
+--- It has the archive, and serves it where it says.
+---@private
+function Relay:add(agent, address, port, words)
+  if not address then
+    return self:lose(("%s cannot serve others: %s"):format(title(agent), words))
+  end
+  agent.address, agent.port, agent.serving = address, port, true
+  for _ = 1, FAN_OUT do
+    table.insert(self.slots, agent)
+  end
+end
+
 --- Something was heard of a worker.
 ---@private
 function Relay:hear(agent, word, rest)
-  local fetching = agent.state == "fetching"
-  if word == "ready" and agent.state == "starting" then
+  local state = agent.state
+  if word == "ready" and state == "starting" then
     agent:become("waiting")
     table.insert(self.waiting, agent)
-  elseif word == "have" or word == "alone" then
+  elseif (word == "have" or word == "alone") and (state == "receiving" or state == "fetching") then
     agent:become("holding")
-    if fetching then
+    if state == "fetching" then
       self:released(agent, true)
     end
-    agent.address, agent.port = rest:match("^(%S+) (%d+)$")
-    if agent.port then
-      agent.serving = true
-      for _ = 1, FAN_OUT do
-        table.insert(self.slots, agent)
-      end
-    else
-      self:lose(("%s cannot serve others: %s"):format(title(agent), rest))
-    end
-  elseif word == "failed" and fetching then
-    local reason = ("%s at %s:%s: %s"):format(
-      title(agent.parent),
-      agent.parent.address,
-      agent.parent.port,
-      rest
-    )
+    local address, port = rest:match("^(%S+) (%d+)$")
+    self:add(agent, address, port, rest)
+  elseif word == "failed" and state == "fetching" then
+    local parent = agent.parent
+    local reason = ("%s at %s:%s: %s"):format(title(parent), parent.address, parent.port, rest)
     self:released(agent, false, reason)
     agent.last_failure = reason
     if agent.tries < TRIES then
@@ -332,16 +337,25 @@ function Relay:hear(agent, word, rest)
       leave(agent, reason)
     end
   elseif word == "done" then
-    local code, words = rest:match("^(%-?%d+) ?(%x*)$")
-    local stderr = words:gsub("..", function(byte)
+    local code, words = rest:match("^(%d+) ?(%x*)$")
+    local stderr = (words or ""):gsub("%x%x", function(byte)
       return string.char(tonumber(byte, 16))
     end)
     agent:conclude({ answer = { code = math.tointeger(tonumber(code)), stdout = "", stderr = stderr } })
-  elseif word == "broken" then
+  elseif word == "broken" and state == "holding" then
     agent:conclude({ reason = rest })
+  elseif word == "broken" then
+    leave(agent, rest)
   elseif word == "ended" then
     if rest == "fetching" then
-      self:released(agent, false, title(agent) .. " ended while it fetched")
+      self:released(agent)
+    elseif rest == "waiting" then
+      for place, other in ipairs(self.waiting) do
+        if other == agent then
+          table.remove(self.waiting, place)
+          break
+        end
+      end
     end
     self:drop(agent, title(agent) .. " has ended")
   end
@@ -360,8 +374,8 @@ function Relay:look()
     local tell = now - told >= SIGN
     for _, agent in ipairs(self.all) do
       local state, spent = agent.state, now - agent.since
-      if state == "starting" and spent > START then
-        leave(agent, ("its python3 had not started within %d s"):format(START))
+      if state == "starting" and spent > M.START then
+        leave(agent, ("its python3 had not started within %d s"):format(M.START))
         agent.job:cancel("it had not started")
       elseif
         (state == "receiving" or state == "fetching") and spent > self.patience

@@ -13,7 +13,7 @@ local LONGEST = 65536
 
 ---@class ciranda.fleet.Agent
 ---@field worker ciranda.Worker
----@field state "starting"|"waiting"|"receiving"|"fetching"|"holding"|"ended"
+---@field state "starting"|"waiting"|"receiving"|"fetching"|"holding"|"left"|"ended"
 ---@field since number seconds, of the clock that `M.now` reads: when its state began
 ---@field moved number when it last took a piece of what it receives
 ---@field parent ciranda.fleet.Agent? whom it fetches from, or has fetched from
@@ -161,11 +161,11 @@ end
 ---@async
 ---@param connection ciranda.ssh.Connection
 ---@param command string
----@param order table the first line: what it has to know
+---@param order table the first line after the program: what it has to know
 ---@param on_word fun(word: string, rest: string) last "ended" with the state in which it did
 -- Raises only what cancels it.
 function Agent:run(connection, command, order, on_word)
-  self:send(json.encode(order) .. "\n")
+  self:send(relay_script.SCRIPT .. json.encode(order) .. "\n")
   local ok, result = pcall(connection.exec, connection, command, {
     stdin = self:input(),
     on_stdout = function(bytes)

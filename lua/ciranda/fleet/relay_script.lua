@@ -1,21 +1,32 @@
 --- What a worker runs while files go from worker to worker (`ciranda.fleet.relay`), in Python: wherever people train
 --- there is one, and nothing need be installed.
 --
--- It hears the runner on its standard input and answers on its standard output, in lines; the secrets come in the
--- first one. What it keeps is a file without a name, so that nothing is left however it ends; and it ends when its
--- input does, or has been silent for too long. To others it gives the archive as it came, encrypted, and only to who
--- can answer its challenge with the push's token.
+-- It hears the runner on its standard input, which begins with the program itself, and answers on its standard output,
+-- in lines; the secrets come in the first one. What it keeps is a file without a name, so that nothing is left however
+-- it ends; and it ends when its input does, or has been silent for too long. To others it gives the archive as it came,
+-- encrypted, and only to who can answer its challenge with the push's token.
 local M = {}
 
 --- Exit statuses for a worker that cannot take part.
 M.NO_PYTHON, M.NO_OPENSSL = 91, 92
 
--- A version manager's python3 may be a stub that fails.
-M.START = [[for python in python3 /usr/bin/python3; do "$python" -ISc "" 2>/dev/null || continue; ]]
-  .. [[command -v openssl >/dev/null || exit {openssl}; exec "$python" -ISc {script}; done; exit {python}]]
+-- The system's python3 will do, and a version manager's may be a stub that fails. The command line stays short: lists
+-- of processes and messages show it.
+M.START = [[command -v openssl >/dev/null || exit {openssl}; ]]
+  .. [[[ ! -x /usr/bin/python3 ] || exec /usr/bin/python3 -ISc {loader}; ]]
+  .. [[! python3 -ISc "" 2>/dev/null || exec python3 -ISc {loader}; exit {python}]]
+
+--- Reads the program, whose size in bytes stands in place of SIZE, and runs it.
+M.LOADER = [[
+# ciranda-push: files from worker to worker
+import os
+text = b""
+while len(text) < SIZE:
+    text += os.read(0, SIZE - len(text)) or os._exit(1)
+exec(text)
+]]
 
 M.SCRIPT = [[
-# ciranda-push: files from worker to worker
 import hashlib, hmac, json, os, select, signal, socket, subprocess, sys, tempfile, threading, time
 
 CHUNK, GUESTS = 1 << 18, 16
@@ -202,7 +213,7 @@ def unpack():
     problem = opener.stderr.read().decode("utf-8", "replace")
     if opener.wait() > 0:
         return say("broken", "openssl: " + problem.strip()[:500])
-    done(tar.returncode, words)
+    done(tar.returncode if tar.returncode >= 0 else 128 - tar.returncode, words)
 
 
 SILENCE = 300

@@ -9,6 +9,9 @@ local uv = require("luv")
 local WORKERS = math.tointeger(tonumber(os.getenv("BENCH_WORKERS") or "16"))
 local ROUNDS = math.tointeger(tonumber(os.getenv("BENCH_ROUNDS") or "3"))
 local FILES, BYTES = 2000, 30000000
+--- The process in whose network namespace the client runs; nil where there is none of its own.
+local CLIENT = os.getenv("BENCH_CLIENT")
+local PREFIX = CLIENT and "10.88.0." or "127.1.0."
 local SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 
 local function note(format, ...)
@@ -70,29 +73,41 @@ local host_key = server.host_keys[1]
 local known = support.write("known_hosts", "* " .. support.public(host_key) .. "\n")
 local source = make_source()
 
---- Bytes that the loopback device of this network namespace has carried, both ways; nil where others use it too.
+--- Bytes that have gone between the client and the workers, both ways, and those that left the client; nil where others
+--- use that device too.
 local function carried()
-  if os.getenv("BENCH_OWN_NETWORK") ~= "1" then
+  if not CLIENT then
     return nil
   end
-  return math.tointeger(tonumber(fs.read("/proc/net/dev"):match("lo:%s*(%d+)")))
+  local pattern = "workers:%s*(%d+)" .. ("%s+%d+"):rep(7) .. "%s+(%d+)"
+  local received, sent = fs.read("/proc/net/dev"):match(pattern)
+  received, sent = math.tointeger(tonumber(received)), math.tointeger(tonumber(sent))
+  return received + sent, received
 end
 
---- Seconds of CPU of a command line and its children, seconds, and bytes on its sockets.
+--- Seconds of CPU of a command line and its children, seconds, bytes on its sockets, and those that it sent.
 local function measure(line)
-  local before, began = carried(), uv.hrtime()
-  local result = process.run({ "bash", "-c", "set -o pipefail; " .. line .. " && times", timeout = 600 })
+  local before, sent_before = carried()
+  local began = uv.hrtime()
+  local words = { "bash", "-c", "set -o pipefail; " .. line .. " && times", timeout = 600 }
+  if CLIENT then
+    table.move({ "nsenter", "-n", "-t", CLIENT }, 1, 4, 1, table.move(words, 1, #words, 5))
+  end
+  local result = process.run(words)
   local seconds = (uv.hrtime() - began) / 1e9
   local user_m, user_s, system_m, system_s = result.stdout:match("\n(%d+)m([%d.]+)s (%d+)m([%d.]+)s%s*$")
   assert(user_m, result.stderr)
-  local after = carried()
-  return user_m * 60 + user_s + system_m * 60 + system_s, seconds, after and after - before
+  local after, sent_after = carried()
+  return user_m * 60 + user_s + system_m * 60 + system_s,
+    seconds,
+    after and after - before,
+    after and sent_after - sent_before
 end
 
 --- Every worker has exactly what the source has.
 local function check(destination)
   for index = 1, WORKERS do
-    local place = ("%s/127.1.0.%d/%s"):format(server.home, index, destination)
+    local place = ("%s/%s%d/%s"):format(server.home, PREFIX, index, destination)
     local result = process.run({ "diff", "-r", source, place, timeout = 120 })
     assert(result.code == 0, result.stdout:sub(1, 500) .. result.stderr)
   end
@@ -106,31 +121,37 @@ local SCP = ("scp -r -q -F none -i %s -P %d -o User=%s -o UserKnownHostsFile=%s 
 ) .. "-o IdentitiesOnly=yes -o IdentityAgent=none -o BatchMode=yes -o KexAlgorithms=curve25519-sha256"
 
 local function scp(flags, destination)
-  return ("seq 1 %d | xargs -P %d -I{} %s %s %s 127.1.0.{}:%s"):format(
+  return ("seq 1 %d | xargs -P %d -I{} %s %s %s %s{}:%s"):format(
     WORKERS,
     WORKERS,
     SCP,
     flags,
     source,
+    PREFIX,
     destination
   )
 end
 
-local function ours(destination)
-  return ("%s tests/bench/push/client.lua %s %s %d %d %s %s %s.pub"):format(
+local function ours(destination, via)
+  return ("%s tests/bench/push/client.lua %s %s %s %d %d %s %s %s.pub %s"):format(
     engine.executable,
     source,
     destination,
+    PREFIX,
     WORKERS,
     server.port,
     server.user,
     support.key("ed25519"),
-    host_key
+    host_key,
+    via or ""
   )
 end
 
 local sides = {
   ours = ours,
+  tree = function(destination)
+    return ours(destination, "workers")
+  end,
   scp = function(destination)
     return scp("-c aes128-gcm@openssh.com", destination)
   end,
@@ -138,27 +159,27 @@ local sides = {
     return scp("-c aes128-gcm@openssh.com -C", destination)
   end,
 }
-local cpu, wall, bytes = {}, {}, {}
+local cpu, wall, bytes, sent = {}, {}, {}, {}
 local second = { cpu = {}, fraction = {} }
 for round = 1, ROUNDS do
   for name, line in pairs(sides) do
     local destination = ("%s%d"):format(name, round)
-    local used, seconds, sent = measure(line(destination))
+    local used, seconds, moved, left = measure(line(destination))
     check(destination)
-    note("round %d, %s: %.2f s of CPU, %.1f s, %s bytes", round, name, used, seconds, sent or "uncounted")
-    for list, value in pairs({ [cpu] = used, [wall] = seconds, [bytes] = sent }) do
+    note("round %d, %s: %.2f s of CPU, %.1f s, %s bytes", round, name, used, seconds, moved or "uncounted")
+    for list, value in pairs({ [cpu] = used, [wall] = seconds, [bytes] = moved, [sent] = left }) do
       list[name] = list[name] or {}
       table.insert(list[name], value)
     end
   end
   fs.append(source .. "/part07/file0007.txt", ("changed in round %d\n"):format(round))
   local destination = ("ours%d"):format(round)
-  local used, _, sent = measure(ours(destination))
+  local used, _, moved = measure(ours(destination))
   check(destination)
-  note("round %d, ours again, one file changed: %.2f s of CPU, %s bytes", round, used, sent or "uncounted")
+  note("round %d, ours again, one file changed: %.2f s of CPU, %s bytes", round, used, moved or "uncounted")
   table.insert(second.cpu, used)
-  if sent then
-    table.insert(second.fraction, sent / bytes.ours[round])
+  if moved then
+    table.insert(second.fraction, moved / bytes.ours[round])
   end
 end
 server:stop()
@@ -177,9 +198,12 @@ for name in pairs(sides) do
   figures["cpu_s_" .. name] = median(cpu[name])
   figures["wall_s_" .. name] = median(wall[name])
   figures["bytes_" .. name] = bytes[name] and median(bytes[name])
+  figures["sent_" .. name] = sent[name] and median(sent[name])
 end
 figures.push_ratio_cpu = math.min(figures.cpu_s_scp, figures.cpu_s_scp_compressed) / figures.cpu_s_ours
+figures.tree_ratio_cpu = figures.cpu_s_ours / figures.cpu_s_tree
 if bytes.ours then
+  figures.tree_sent_fraction = figures.sent_tree / figures.sent_ours
   figures.push_ratio_bytes = math.min(figures.bytes_scp, figures.bytes_scp_compressed) / figures.bytes_ours
   figures.second_push_fraction = median(second.fraction)
 else

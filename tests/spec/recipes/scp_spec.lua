@@ -162,11 +162,10 @@ describe("scp", function()
       true
     )
 
-    -- A worker whose python3 never answers: the others have the files and wait to be asked for them.
+    -- A worker whose tar never ends: all have the files and wait to be asked for them.
     on_workers(
-      "rm -r tree; [ $(hostname | tail -c 2) != 3 ] || { mkdir -p bin && printf '#!/bin/sh\\n"
-        .. '[ -z "$2" ] || exec sleep 1000\\n\' > bin/python3 && chmod 755 bin/python3 && '
-        .. "echo 'PATH=$HOME/bin:$PATH' > .bashrc; }"
+      "rm -r tree; [ $(hostname | tail -c 2) != 3 ] || { mkdir -p bin && printf '#!/bin/sh\\nexec sleep 1000\\n' "
+        .. "> bin/tar && chmod 755 bin/tar && echo 'PATH=$HOME/bin:$PATH' > .bashrc; }"
     )
     local running = cloud:start_program(table.unpack(words))
     local function wait_for(count)
@@ -179,7 +178,7 @@ describe("scp", function()
         task.sleep(0.05)
       end
     end
-    wait_for(3)
+    wait_for(4)
     running.program:signal("SIGKILL")
     running.wait()
     wait_for(0)
