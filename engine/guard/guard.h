@@ -7,8 +7,8 @@
  *   command environment cwd shell   written by the runner before the start
  *   started/                        made once, by mkdir: whoever makes it starts the command
  *   pid log alive leader            written while the command runs; a log offset only grows
- *   exit                            the record, written whole by rename when nothing of the command
- * is left state output wake exit.new      the guard's own, removed at the end
+ *   exit                            the record, whole by rename, when nothing of it is left
+ *   state output wake *.new         the guard's own, removed at the end
  *
  * `state` is mapped by everyone who works on the attempt: what is asked of a guard, and what it has
  * done, outlives it.

@@ -11,6 +11,8 @@
 
 #define CHUNK 65536
 
+static char data[CHUNK];
+
 /* Open both ends; an existing log and FIFO are gone on with. -1 with errno. */
 int cir_log_open(cir_guard *guard) {
   if (mkfifo("output", 0600) != 0 && errno != EEXIST)
@@ -29,8 +31,7 @@ int cir_log_open(cir_guard *guard) {
 /* What splice cannot do, on a full disk or an odd file system. Returns the bytes taken; those not
  * written are counted. */
 static ssize_t copy_or_drop(cir_guard *guard) {
-  static char data[CHUNK];
-  ssize_t got = read(guard->output, data, sizeof data);
+  ssize_t got = read(guard->output, data, CHUNK);
   ssize_t put = got > 0 ? pwrite(guard->log, data, (size_t)got, guard->state->log_size) : 0;
   if (got > 0) {
     guard->state->log_size += put > 0 ? put : 0;
@@ -40,14 +41,20 @@ static ssize_t copy_or_drop(cir_guard *guard) {
 }
 
 /* Give the log's oldest blocks back to the file system, when that many bytes of them are not to be
- * kept as are. No offset changes. Where it cannot be done the log only grows. */
+ * kept as are. No offset changes. Where a file cannot have holes made, all of it is given back but
+ * the last words, which are written again at their offset; that it is bounded goes before that it
+ * is long. */
 static void forget_oldest(cir_state *state, int log) {
   int64_t first = state->log_size - state->options.keep, given_up = state->log_first;
   if (state->options.keep == 0 || first - given_up < state->options.keep)
     return;
   state->log_first = first; /* before the bytes go: who follows looks at it after reading */
-  if (fallocate(log, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, given_up, first - given_up) != 0)
-    state->log_first = given_up, state->options.keep = 0;
+  if (fallocate(log, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, given_up, first - given_up) == 0)
+    return;
+  first = state->log_size - (state->options.keep < CHUNK ? state->options.keep : CHUNK);
+  ssize_t got = pread(log, data, CHUNK, state->log_first = first);
+  if (ftruncate(log, 0) != 0 || got <= 0 || pwrite(log, data, (size_t)got, first) != got)
+    state->log_first = state->log_size;
 }
 
 /* Move what is there, up to a MiB. Returns whether there may be more. */

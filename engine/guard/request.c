@@ -137,10 +137,7 @@ int cir_ask_signal(const cir_options *options) {
   const char *at = strcasestr(names, name);
   long number = at ? (at - names) / 7 + 1 : strtol(word, &end, 10);
   if (!*word || *end || number < 1 || number > SIGSYS || number == SIGTERM) {
-    cir_fail(
-        "signal: cannot send \"%s\": it takes a name or a number; TERM, which is sent once, is "
-        "`stop`",
-        options->word);
+    cir_fail("signal: \"%s\" is no signal's name or number; TERM is sent by `stop`", options->word);
     return CIR_USAGE;
   }
   cir_state *state = running();

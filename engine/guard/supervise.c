@@ -119,6 +119,7 @@ int cir_outer_loop(cir_guard *guard, pid_t inner) {
   guard->state->takeovers++;
   if (guard->state->count == 0 && !guard->state->error[0])
     strcpy(guard->state->error, "the guard was killed before it started the command");
-  guard->state->log_size = lseek(guard->log, 0, SEEK_END);
+  off_t end = lseek(guard->log, 0, SEEK_END); /* short when it was just given back */
+  guard->state->log_size = end > guard->state->log_size ? end : guard->state->log_size;
   return cir_guard_loop(guard);
 }

@@ -16,18 +16,16 @@
  */
 static const char *const names[] = {
     [CIR_SHELL] = " sh ash bash dash rbash zsh ksh ksh93 mksh fish tcsh csh yash xargs watch find ",
-    [CIR_WRAPPER] = " sudo su doas runuser setpriv timeout nohup env stdbuf setsid tini "
-                    "tini-static dumb-init catatonit nice ionice "
-                    "chrt taskset numactl chroot unshare nsenter script time strace "
-                    "ltrace flock prlimit setarch linux64 systemd-cat "
-                    "systemd-inhibit bwrap runcon sg newgrp dbus-run-session expect ",
+    [CIR_WRAPPER] =
+        " sudo su doas runuser setpriv timeout nohup env stdbuf setsid tini tini-static dumb-init "
+        "catatonit nice ionice chrt taskset numactl chroot unshare nsenter script time strace "
+        "ltrace flock prlimit setarch linux64 systemd-cat systemd-inhibit bwrap runcon sg newgrp "
+        "dbus-run-session expect ",
     [CIR_FILTER] =
-        " tee cat grep egrep fgrep rg sed awk gawk mawk original-awk ts tr cut head tail sort uniq "
-        "nl "
-        "pv wc paste rev tac "
-        "column fold fmt jq less more logger multilog svlogd s6-log rotatelogs cronolog split gzip "
-        "pigz xz bzip2 zstd lz4 "
-        "base64 od xxd hexdump iconv mbuffer sponge sleep yes echo printf seq true false date "};
+        " tee cat grep egrep fgrep rg sed awk gawk mawk original-awk ts tr cut head tail sort "
+        "uniq nl pv wc paste rev tac column fold fmt jq less more logger multilog svlogd s6-log "
+        "rotatelogs cronolog split gzip pigz xz bzip2 zstd lz4 base64 od xxd hexdump iconv "
+        "mbuffer sponge sleep yes echo printf seq true false date "};
 /* One executable: comm says which program. */
 static const char multicalls[] = " busybox coreutils toybox ";
 

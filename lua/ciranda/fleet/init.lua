@@ -8,6 +8,7 @@
 -- sent to a worker is sent again by itself: only connecting is tried again.
 local err = require("ciranda.io.error")
 local link = require("ciranda.fleet.link")
+local pace = require("ciranda.fleet.pace")
 local nodeset = require("ciranda.provider.nodeset")
 local results = require("ciranda.fleet.results")
 local task = require("ciranda.task")
@@ -87,9 +88,9 @@ Fleet.__index = Fleet
 ---@param options table? user, keys, agent, known_hosts, host_key_policy, port, timeouts, config, match_exec: as for
 ---  `ssh.connect`; internal_ip (true: internal addresses only, false: external only, nil: the external one if it
 ---  answers); tunnel ({ project, zone, always }: workers without an external address, or all, through IAP) and
----  credentials for it (found when not given); retry_for (seconds, 30); handshakes (64 at once); connect (in place of
----  `ssh.connect`); fresh_pins(worker) -> pins (asked when a worker shows another host key than its pins: it may have
----  been made anew); on_address(worker, "external"|"internal"|"tunnel")
+---  credentials for it (found when not given); retry_for (seconds, 30); handshakes (64 at once at most); connect (in
+---  place of `ssh.connect`); fresh_pins(worker) -> pins (asked when a worker shows another host key than its pins: it
+---  may have been made anew); on_address(worker, "external"|"internal"|"tunnel")
 ---@return ciranda.Fleet fleet to be closed; a `<close>` variable may hold it
 -- Raises a misuse for an unknown option.
 function M.new(slices, options)
@@ -104,7 +105,7 @@ function M.new(slices, options)
   end
   settings.connect = options.connect or require("ciranda.ssh").connect
   settings.retry_for = options.retry_for or RETRY_FOR
-  settings.handshakes = task.semaphore(options.handshakes or HANDSHAKES)
+  settings.handshakes = pace.new(options.handshakes or HANDSHAKES)
   local fleet = setmetatable({ slices = slices, members = {}, links = {}, settings = settings }, Fleet)
   for _, slice in ipairs(slices) do
     for _, worker in ipairs(slice.workers) do

@@ -25,7 +25,7 @@ local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", 
 ---@field match_exec boolean? the programs of `Match exec` in ssh_config may run
 ---@field internal_ip boolean? true: internal addresses only; nil: the external one, if it answers
 ---@field retry_for number seconds during which a failing connect is tried again
----@field handshakes ciranda.task.Semaphore how many handshakes run at once
+---@field handshakes ciranda.fleet.Pace how many handshakes run at once
 ---@field tunnel { project: string, zone: string, always: boolean? }? workers without an external address, or always
 ---  all, are connected to through IAP
 ---@field credentials ciranda.gcp.Credentials? for the tunnels; found when there are none
@@ -41,6 +41,7 @@ local BROKEN = { "closed", "reset", "timeout", "unreachable", "protocol", "io", 
 ---@field private current any? the live connection
 ---@field private lock ciranda.task.Semaphore
 ---@field private closed boolean
+---@field waited number seconds that its handshakes have waited for their turn, all together
 local Link = {}
 Link.__index = Link
 
@@ -49,7 +50,7 @@ Link.__index = Link
 ---@return ciranda.fleet.Link
 function M.new(worker, settings)
   return setmetatable(
-    { worker = worker, settings = settings, lock = task.semaphore(1), closed = false },
+    { worker = worker, settings = settings, lock = task.semaphore(1), closed = false, waited = 0 },
     Link
   )
 end
@@ -137,7 +138,9 @@ function Link:dial(place)
   -- The name is what ssh_config and known_hosts are asked about; an address is given apart only where it differs, so
   -- that a HostName in ssh_config counts for hosts that were named.
   local host = worker.hostname or worker.name or place.address
+  local asked = uv.hrtime()
   return settings.handshakes:with(function()
+    self.waited = self.waited + (uv.hrtime() - asked) / 1e9
     return settings.connect({
       host = host,
       address = place.address ~= host and place.address or nil,
@@ -213,7 +216,8 @@ end
 --- Connects, trying again while the failure is one that may pass.
 ---@private
 function Link:dial_until()
-  local deadline = uv.hrtime() / 1e9 + self.settings.retry_for
+  -- What has not had its turn has not failed.
+  local deadline = uv.hrtime() / 1e9 + self.settings.retry_for - self.waited
   local pause = 0.25
   while true do
     if self.closed then
@@ -232,7 +236,7 @@ function Link:dial_until()
       return result
     end
     local now = uv.hrtime() / 1e9
-    if not err.is(result, table.unpack(PASSING)) or now + pause > deadline then
+    if not err.is(result, table.unpack(PASSING)) or now + pause > deadline + self.waited then
       err.raise(err.wrap(result, { op = "connect", target = M.title(self.worker) }))
     end
     -- Jitter, so that a thousand workers do not come back in the same moment.

@@ -274,7 +274,8 @@ local function reply(text)
   return ok and type(value) == "table" and value or nil
 end
 
---- Repeats `fn` while the connection breaks, until it has been broken for too long.
+--- Repeats `fn` while the connection breaks, until it has been broken for too long. While its handshake waits for its
+--- turn a worker has not failed to answer.
 ---@private
 ---@param seconds number
 ---@param what string
@@ -282,7 +283,7 @@ end
 ---@return any
 -- Raises "lost" when it did not succeed in time.
 function Attempt:persist(seconds, what, fn)
-  local began = now()
+  local began, waited = now(), self.link.waited
   local pause = 0.2
   while true do
     local tried = now()
@@ -294,21 +295,22 @@ function Attempt:persist(seconds, what, fn)
     if not link_of.broken(problem) and not err.is(problem, "refused") then
       error(problem, 0)
     end
-    if now() - math.max(began, self.last_contact) > seconds then
+    if self.last_contact > tried then
+      pause, waited = 0.1, self.link.waited -- it got somewhere this time
+    end
+    local silent = now() - math.max(began, self.last_contact) - (self.link.waited - waited)
+    if silent > seconds then
       err.raise({
         code = "lost",
         op = what,
         target = link_of.title(self.worker),
         message = ("%s has not answered for %d s: %s"):format(
           link_of.title(self.worker),
-          math.floor(now() - math.max(began, self.last_contact)),
+          math.floor(silent),
           tostring(problem)
         ),
         cause = problem,
       })
-    end
-    if self.last_contact > tried then
-      pause = 0.1 -- it got somewhere this time
     end
     task.sleep(pause * (0.5 + math.random()))
     pause = math.min(pause * 2, 5)
