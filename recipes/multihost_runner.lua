@@ -285,8 +285,13 @@ function M.run(context, hooks)
       manifest = make_bundle(context, run, command)
     end,
   })
+  local environment_of, note = found.multislice()
+  if note then
+    context.progress:say("%s", note)
+  end
   local result = launch.run({
     fleet = found.fleet,
+    environment_of = environment_of,
     connection = found.connection,
     node_state = found.node_state,
     cloud = found.cloud,

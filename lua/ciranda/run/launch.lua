@@ -55,6 +55,7 @@ local M = {}
 ---@field chips integer? of all slices, for the chip-hours lost
 ---@field further ciranda.run.Steps|true|nil this is not the first attempt; what the logs of the one before spoke of
 ---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? besides `environment`, for one worker
+---@field unknown_environment boolean? there was an `environment_of` that this runner does not have: `renew` gives it
 
 ---@class ciranda.run.Watching
 ---@field follow "auto"|"all"|"first"|nil whose logs are followed while they grow (auto: all of up to 64 workers)
@@ -129,6 +130,7 @@ local function run_attempt(options, journal, series)
     staging = options.staging,
     bundle = remembered_bundle(options.bundle),
     environment = options.environment,
+    environment_of = options.environment_of and true or nil,
     chips = options.chips,
     watch = options.watch,
   })
@@ -331,9 +333,10 @@ local function continue(options, journal, result)
     options.progress:say("%s", result.message)
     options.progress:say("Another attempt in %.0f s (%s)", pause, used)
     task.sleep(pause * (0.75 + math.random() * 0.5))
-    if options.renew and result.kind ~= "user" then
+    if options.renew and (result.kind ~= "user" or options.unknown_environment) then
       local before = options.fleet
       local why, kind = renew(options, journal, last)
+      options.unknown_environment = nil
       if why then
         return conclude(options, budget, {
           status = 1,
@@ -408,6 +411,8 @@ function M.attach(options)
     connection = last.connection,
     cloud = last.cloud,
     environment = last.environment,
+    -- What each worker was told besides is not kept: it is found out again before another attempt.
+    unknown_environment = last.environment_of,
     chips = last.chips,
     watch = last.watch,
     -- The archive may be gone from here; then the workers go on with what they have.

@@ -6,6 +6,7 @@
 -- another attempt is staged.
 local err = require("ciranda.io.error")
 local fleets = require("ciranda.fleet")
+local nodeset = require("ciranda.provider.nodeset")
 local node_provider = require("ciranda.provider.node")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -171,45 +172,60 @@ end
 local ASK = [[curl -sf -m 5 -H Metadata-Flavor:Google ]]
   .. [[http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes/tpu-env]]
 
---- What Multislice's variables must be where the platform's no longer fit the machines: a coordinator that was replaced
---- has another address. Nothing when the platform is right, when it cannot be asked, or for a single slice.
+--- What Multislice's variables must be where the platform's do not fit the machines: a coordinator that was replaced
+--- has another address, and a part of the slices is fewer than the platform speaks of. Nothing when the platform is
+--- right, when it cannot be asked or says nothing, or for a single slice.
 ---@async
 ---@param fleet ciranda.Fleet
 ---@param slices ciranda.Slice[]
 ---@return (fun(worker: ciranda.Worker): table<string, string>)? environment
----@return string? note what was wrong, for a person
+---@return string? note what was wrong and where, for a person
 function M.multislice(fleet, slices)
   local first = slices[1] and slices[1].workers[1]
   if #slices < 2 or not first then
     return nil
   end
-  local address = first.internal_address or first.address
-  local wrong
-  for _, result in ipairs(fleet:run("sh -c '" .. ASK .. "'", { timeout = 30 })) do
-    local platform = not result.err
-      and (result.stdout or ""):match("MEGASCALE_COORDINATOR_ADDRESS: '([^']*)'")
-    if platform and platform:gsub(":%d+$", "") ~= address then
-      wrong = wrong or platform
+  local address, count, places = first.internal_address or first.address, tostring(#slices), {}
+  for place, slice in ipairs(slices) do
+    places[slice.index] = tostring(place - 1)
+  end
+  local port, wrong, order = "", {}, {}
+  local function compare(worker, format, said, is)
+    if said and said ~= is then
+      local text = format:format(said, is)
+      if not wrong[text] then
+        wrong[text] = {}
+        order[#order + 1] = text
+      end
+      table.insert(wrong[text], worker)
     end
   end
-  if not wrong then
+  for _, result in ipairs(fleet:run("sh -c '" .. ASK .. "'", { timeout = 30 })) do
+    local function said(name)
+      return not result.err and (result.stdout or ""):match(("MEGASCALE_%s: '([^']*)'"):format(name)) or nil
+    end
+    local coordinator = said("COORDINATOR_ADDRESS")
+    local own_port = (coordinator or ""):match(":%d+$") or ""
+    port = port ~= "" and port or own_port
+    compare(result.worker, "coordinator %s in place of %s", coordinator, address .. own_port)
+    compare(result.worker, "%s slices in place of %s", said("NUM_SLICES"), count)
+    compare(result.worker, "slice %s in place of %s", said("SLICE_ID"), places[result.worker.slice])
+  end
+  if #order == 0 then
     return nil
   end
-  local coordinator = address .. (wrong:match(":%d+$") or "")
-  local places = {}
-  for place, slice in ipairs(slices) do
-    places[slice.index] = place - 1
+  for place, text in ipairs(order) do
+    order[place] = ("%s on %s"):format(text, nodeset.fold(wrong[text]))
   end
   return function(worker)
     return {
-      MEGASCALE_COORDINATOR_ADDRESS = coordinator,
-      MEGASCALE_NUM_SLICES = tostring(#slices),
-      MEGASCALE_SLICE_ID = tostring(places[worker.slice]),
+      MEGASCALE_COORDINATOR_ADDRESS = address .. port,
+      MEGASCALE_NUM_SLICES = count,
+      MEGASCALE_SLICE_ID = places[worker.slice],
     }
   end,
-    ("The platform says that the coordinator of the slices is %s; it is %s, and COMMAND is told so"):format(
-      wrong,
-      coordinator
+    ("The platform's Multislice settings are not those of the run: %s. COMMAND is told what is so"):format(
+      table.concat(order, "; ")
     )
 end
 

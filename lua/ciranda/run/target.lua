@@ -139,6 +139,8 @@ end
 ---@field cloud ciranda.run.Cloud? where the slices come from, when a cloud API was asked
 ---@field chips integer? of the slices chosen, when the cloud tells their type
 ---@field renew (fun(timeout: number?): ciranda.Fleet, string?, function?)? as in `ciranda.run.LaunchOptions`
+---@field multislice fun(): function?, string? what Multislice's variables must be for a part of the slices found, and a
+---  note; nothing for all of them. Connects to every worker
 ---@field login fun() makes sure that the key is let in; call it before much else
 local Target = {}
 Target.__index = Target
@@ -299,6 +301,12 @@ function M.of(slices, tpu, flags, progress)
       })
       local environment_of, note = repair.multislice(renewed, now)
       return renewed, note, environment_of
+    end,
+    multislice = function()
+      local chosen = slices_of(fleet, slices)
+      if tpu and #chosen < #slices then
+        return repair.multislice(fleet, chosen)
+      end
     end,
     node_state = tpu and function(worker)
       local ok, node = pcall(tpu.get_node, tpu, worker.node)

@@ -121,6 +121,47 @@ describe("guard on this machine", function()
     assert.matches("taking it up again, 1 of 3", fs.read(directory .. name .. "/log"), 1, true)
   end)
 
+  it(
+    "attach --detach takes a run up that goes on without a terminal, and tells of one that has ended",
+    function()
+      local run = place:name("taken")
+      local over, ran = place.root .. "/taken-over", place.root .. "/taken-runs"
+      fs.write(ran, "")
+      fs.chmod(ran, 438)
+      local running = place:start("multihost_runner", {
+        "--RUN_NAME=" .. run,
+        ("--COMMAND=echo run >> %s; echo begun; until [ -e %s ]; do sleep 0.1; done; echo over; exit 6"):format(
+          ran,
+          over
+        ),
+      })
+      place:log_has(run, 0, 0, "begun\n")
+      uv.kill(running.program.pid, "sigkill")
+      running.wait()
+      assert.equal("detached", standing(run).state)
+      local result = recipe("attach", run, "--detach")
+      assert.equal(0, result.code, result.err)
+      assert.matches(("Detached: run %s goes on"):format(run), result.err, 1, true)
+      local taken = standing(run)
+      assert.equal("running", taken.state)
+      assert.is_true(taken.runner.pid ~= running.program.pid)
+      -- Its runner has a guard: a second one is refused while it lives.
+      local second = recipe("attach", run, "--detach")
+      assert.is_true(second.code ~= 0)
+      assert.matches("is in the hands of process", second.err, 1, true)
+      fs.write(over, "")
+      assert(support.ssh.wait_for(function()
+        return standing(run).state == "ended"
+      end, 40))
+      assert.same({ 6, "user" }, { standing(run).status, standing(run).kind })
+      assert.equal("run\n", fs.read(ran))
+      assert.equal("begun\nover\n", recipe("logs", run).out)
+      local late = recipe("attach", run, "--detach")
+      assert.is_true(late.code ~= 0)
+      assert.matches(("run %s has ended: user, exit status 6"):format(run), late.err, 1, true)
+    end
+  )
+
   it("tells at once of a detached runner that cannot start", function()
     local code = place.root .. "/left-out"
     fs.mkdir(code)
