@@ -5,6 +5,7 @@ local err = require("ciranda.io.error")
 local local_guard = require("ciranda.run.local_guard")
 local runs = require("ciranda.run.runs")
 local task = require("ciranda.task")
+local uv = require("luv")
 
 local M = {}
 
@@ -84,7 +85,9 @@ function M.run(context, run, attaching)
     run = local_guard.quote({ run }),
     again = tostring(AGAIN),
   })
-  local guarded = local_guard.named(("%s-%s"):format(run, os.date("%Y-%m-%d-%H-%M-%S")))
+  -- Two programs may detach the same run within a second.
+  local guarded =
+    local_guard.named(("%s-%s-%d"):format(run, os.date("%Y-%m-%d-%H-%M-%S"), math.tointeger(uv.os_getpid())))
   local began = os.time()
   guarded:start(script, { shell = "/bin/sh", keep = KEEP })
   local ok, first, record = pcall(task.race, {
