@@ -86,8 +86,9 @@ function M.run(context, run, attaching)
     again = tostring(AGAIN),
   })
   -- Two programs may detach the same run within a second.
-  local guarded =
-    local_guard.named(("%s-%s-%d"):format(run, os.date("%Y-%m-%d-%H-%M-%S"), math.tointeger(uv.os_getpid())))
+  local guarded = local_guard.named(
+    ("%s-%s-%d"):format(run:sub(1, 96), os.date("%Y-%m-%d-%H-%M-%S"), math.tointeger(uv.os_getpid()))
+  )
   local began = os.time()
   guarded:start(script, { shell = "/bin/sh", keep = KEEP })
   local ok, first, record = pcall(task.race, {
