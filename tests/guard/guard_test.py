@@ -538,9 +538,12 @@ def log_kept(attempt):
 @case
 def log_kept_through_takeover(attempt):
     """A guard that takes over goes on giving back what an earlier one kept."""
-    attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + "; seq 200000; exit 8", "--keep", 100000)
+    taken = attempt.path("taken")
+    attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + f"; until [ -e {taken} ]; do sleep 0.05; done; "
+                "seq 200000; exit 8", "--keep", 100000)
     attempt.wait_for("some output", lambda: len(attempt.log()) > 300000)
     os.kill(attempt.status()["guard"], signal.SIGKILL)
+    open(taken, "w").close()
     record = attempt.record()
     whole = lines(40000) + b"".join(b"%d\n" % i for i in range(1, 200001))
     first = record["log_first"]
@@ -863,9 +866,12 @@ def log_kept_without_holes(attempt, place):
 
 def log_kept_through_takeover_without_holes(attempt, place):
     """A guard that takes over where no holes are made finds the offsets as they were."""
-    attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + "; seq 200000; exit 8", "--keep", 100000)
+    taken = attempt.path("taken")
+    attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + f"; until [ -e {taken} ]; do sleep 0.05; done; "
+                "seq 200000; exit 8", "--keep", 100000)
     attempt.wait_for("some output", lambda: len(attempt.log()) > 300000)
     os.kill(attempt.status()["guard"], signal.SIGKILL)
+    open(taken, "w").close()
     record = attempt.record()
     whole = lines(40000) + b"".join(b"%d\n" % i for i in range(1, 200001))
     first = record["log_first"]
