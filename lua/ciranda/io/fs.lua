@@ -44,34 +44,27 @@ local function check_path(path, op)
 end
 
 --- Call a function of luv's, waiting for it in a task.
----@param missing_ok boolean nil instead of the error when there is no such path: no error, with its traceback, is made
 ---@param op string for messages
 ---@param path string
 ---@param fn function whose last argument is the callback
----@return any value; raises the failure
-local function perform(missing_ok, op, path, fn, ...)
+---@return any value nil when it failed
+---@return ciranda.Error? err what may be raised; without a traceback, which costs more than the call
+local function try(op, path, fn, ...)
   if not scheduler.can_wait() then
     local value, err = fn(...)
-    if value == nil then
-      local problem = failure(op, path, err)
-      if not (missing_ok and problem.code == "not_found") then
-        errors.raise(problem)
-      end
-    end
-    return value
+    return value, value == nil and failure(op, path, err) or nil
   end
   local args = table.pack(...)
   return scheduler.await(function(done)
     args[args.n + 1] = function(err, value)
-      local problem = err and failure(op, path, err)
-      if problem and missing_ok and problem.code == "not_found" then
-        return done(nil, nil)
+      if err then
+        return done(nil, nil, failure(op, path, err))
       end
-      return done(problem, value)
+      return done(nil, value)
     end
     local request, message = fn(table.unpack(args, 1, args.n + 1))
     if not request then
-      done(failure(op, path, message))
+      done(nil, nil, failure(op, path, message))
       return nil
     end
     return function()
@@ -83,14 +76,22 @@ local function perform(missing_ok, op, path, fn, ...)
   end, ("fs.%s %s"):format(op, path))
 end
 
---- `perform` for a path that must be there.
-local function call(...)
-  return perform(false, ...)
+--- The same; raises the failure.
+local function call(op, path, fn, ...)
+  local value, err = try(op, path, fn, ...)
+  if err then
+    errors.raise(err)
+  end
+  return value
 end
 
---- `perform` for a path that may be absent.
-local function if_found(...)
-  return perform(true, ...)
+--- The same; nil instead of the error when there is no such path.
+local function call_if_found(op, path, fn, ...)
+  local value, err = try(op, path, fn, ...)
+  if err and not errors.is(err, "not_found") then
+    errors.raise(err)
+  end
+  return value
 end
 
 --- Call a function of clean-up: a cancellation that comes now must not make it be left out.
@@ -167,22 +168,30 @@ local function to_stat(raw)
   }
 end
 
+local function stat_of(op, fn, path, options)
+  check_path(path, op)
+  options = options or {}
+  errors.check_options(options, { missing_ok = true }, "fs." .. op, 3)
+  local raw = (options.missing_ok and call_if_found or call)(op, path, fn, path)
+  return raw and to_stat(raw)
+end
+
 --- What a path is; a symbolic link is followed.
 ---@async
 ---@param path string
----@return ciranda.Stat
-function M.stat(path)
-  check_path(path, "stat")
-  return to_stat(call("stat", path, uv.fs_stat, path))
+---@param options { missing_ok: boolean? }?
+---@return ciranda.Stat nil when there is nothing and that is allowed
+function M.stat(path, options)
+  return stat_of("stat", uv.fs_stat, path, options)
 end
 
 --- What a path is; a symbolic link is not followed.
 ---@async
 ---@param path string
----@return ciranda.Stat
-function M.lstat(path)
-  check_path(path, "lstat")
-  return to_stat(call("lstat", path, uv.fs_lstat, path))
+---@param options { missing_ok: boolean? }?
+---@return ciranda.Stat nil when there is nothing and that is allowed
+function M.lstat(path, options)
+  return stat_of("lstat", uv.fs_lstat, path, options)
 end
 
 --- The type of what a path leads to, or nil when there is nothing. Other failures (a directory that may not
@@ -192,7 +201,7 @@ end
 ---@return string? type as in `stat`
 function M.exists(path)
   check_path(path, "exists")
-  local stat = if_found("exists", path, uv.fs_stat, path)
+  local stat = call_if_found("exists", path, uv.fs_stat, path)
   return stat and stat.type
 end
 
@@ -367,8 +376,7 @@ function M.write(path, data, options)
   options = options or {}
   errors.check_options(options, { mode = true, sync = true }, "fs.write")
   local mode = options.mode
-  local found = if_found("lstat", path, uv.fs_lstat, path)
-  local before = found and to_stat(found)
+  local before = M.lstat(path, { missing_ok = true })
   if before and before.type == "link" and M.exists(path) then
     path = M.realpath(path)
     before = M.stat(path)
@@ -530,7 +538,7 @@ function M.remove(path, options)
   options = options or {}
   errors.check_options(options, { missing_ok = true }, "fs.remove")
   if options.missing_ok then
-    return if_found("remove", path, uv.fs_unlink, path) ~= nil
+    return call_if_found("remove", path, uv.fs_unlink, path) ~= nil
   end
   call("remove", path, uv.fs_unlink, path)
   return true
@@ -553,8 +561,8 @@ end
 ---@param mode integer? of those made; 755 octal less the umask
 function M.mkdir_p(path, mode)
   check_path(path, "mkdir_p")
-  local ok, err = pcall(M.mkdir, path, mode)
-  if ok then
+  local _, err = try("mkdir", path, uv.fs_mkdir, path, mode or MODE_DIRECTORY)
+  if not err then
     return
   end
   if errors.is(err, "not_found") and err.errno == "ENOENT" and M.dirname(path) ~= path then
@@ -564,7 +572,7 @@ function M.mkdir_p(path, mode)
   if errors.is(err, "exists", "permission", "invalid") and M.exists(path) == "directory" then
     return
   end
-  error(err, 0)
+  errors.raise(err)
 end
 
 ---@class ciranda.Entry
@@ -656,7 +664,7 @@ end
 ---@return boolean existed
 function M.remove_tree(path)
   check_path(path, "remove_tree")
-  local stat = if_found("lstat", path, uv.fs_lstat, path)
+  local stat = M.lstat(path, { missing_ok = true })
   if not stat then
     return false
   end
@@ -666,7 +674,7 @@ function M.remove_tree(path)
   for _, entry in ipairs(M.list(path)) do
     M.remove_tree(M.join(path, entry.name))
   end
-  if_found("remove_tree", path, uv.fs_rmdir, path)
+  call_if_found("remove_tree", path, uv.fs_rmdir, path)
   return true
 end
 

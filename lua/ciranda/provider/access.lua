@@ -3,7 +3,6 @@
 -- A key may be let in by the project's metadata, by a node's, or by OS Login; which one holds is known only when one
 -- has knocked. So one worker is tried first, and only when it refuses the key is it added to the nodes.
 local err = require("ciranda.io.error")
-local os_login = require("ciranda.gcp.os_login")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -35,6 +34,7 @@ end
 
 --- The metadata of the first slice that says something about OS Login, else of the first.
 local function node_metadata(slices)
+  local os_login = require("ciranda.gcp.os_login")
   for _, slice in ipairs(slices) do
     if os_login.said(slice.metadata) ~= nil then
       return slice.metadata
@@ -46,7 +46,7 @@ end
 --- Imports the key into the account's OS Login profile, and has the fleet log in as the user that it names.
 ---@return string user the profile's
 local function import(options, note)
-  local user, account = os_login.import(options.tpu, options.public)
+  local user, account = require("ciranda.gcp.os_login").import(options.tpu, options.public)
   note(("OS Login is on: the key belongs to %s now"):format(account))
   if not options.user_given and user ~= options.user then
     note(("Logging in as %s, which OS Login calls %s"):format(user, account))
@@ -65,6 +65,7 @@ end
 ---@return string user who logs in
 -- Raises "auth" when the key is refused all the same; what connecting and the API's calls raise otherwise.
 function M.ensure(options)
+  local os_login = require("ciranda.gcp.os_login")
   local fleet = options.fleet
   local first = fleet:workers()[1]
   local link = fleet:link(first)

@@ -4,8 +4,6 @@
 -- own: a gap stays a gap.
 local err = require("ciranda.io.error")
 local task = require("ciranda.task")
-local topologies = require("ciranda.mesh.topology")
-local types = require("ciranda.mesh.types")
 
 local M = {}
 
@@ -67,9 +65,9 @@ end
 ---@param config { type: string?, topology: string? }
 ---@return string?
 local function type_of(config)
-  for _, generation in pairs(types.generations) do
+  for _, generation in pairs(require("ciranda.mesh.types").generations) do
     if generation.api_type == config.type and config.topology then
-      local ok, name = pcall(topologies.to_type, generation.name, config.topology)
+      local ok, name = pcall(require("ciranda.mesh.topology").to_type, generation.name, config.topology)
       return ok and name or nil
     end
   end
@@ -79,6 +77,7 @@ end
 --- Notes on each worker how many chips it has, where the slice's type says so.
 ---@param slice ciranda.Slice
 local function count_chips(slice)
+  local topologies = require("ciranda.mesh.topology")
   local ok, shape = pcall(topologies.of, { type = slice.accelerator, topology = slice.topology })
   local share = ok and slice.accelerator and #slice.workers > 0 and shape.chips / #slice.workers
   for _, worker in ipairs(slice.workers) do

@@ -6,7 +6,6 @@ local budgets = require("ciranda.run.budget")
 local err = require("ciranda.io.error")
 local hooks = require("ciranda.run.hooks")
 local journals = require("ciranda.run.journal")
-local known = require("ciranda.run.known")
 local leases = require("ciranda.run.lease")
 local rounds = require("ciranda.run.round")
 local task = require("ciranda.task")
@@ -386,6 +385,7 @@ end
 ---@return ciranda.run.LaunchResult
 -- Raises "not_found" when there is no such run or nothing of it is running; "busy" when its runner is alive.
 function M.attach(options)
+  local known = require("ciranda.run.known")
   local last = known.find(options.run, "attach", true)
   local fleet <close> = known.fleet(last, options.connect_options)
   local journal <close> = journals.open(options.run, { take = options.take })

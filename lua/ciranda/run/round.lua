@@ -13,7 +13,6 @@ local logs_of = require("ciranda.run.logs")
 local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
 local report = require("ciranda.run.report")
-local save_on_demand = require("ciranda.run.save_on_demand")
 local steps = require("ciranda.run.steps")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -334,7 +333,7 @@ function Round:watch(gang)
       }
     elseif what == "save" then
       self.request.save = false
-      beside(save_on_demand.save, gang, self.steps, function(...)
+      beside(require("ciranda.run.save_on_demand").save, gang, self.steps, function(...)
         self:say(...)
       end)
     elseif what == "notice" then

@@ -7,7 +7,6 @@ local err = require("ciranda.io.error")
 local fleets = require("ciranda.fleet")
 local nodes = require("ciranda.provider.node")
 local provider = require("ciranda.provider")
-local repair = require("ciranda.run.repair")
 local uv = require("luv")
 
 local M = {}
@@ -220,11 +219,11 @@ end
 ---@param progress ciranda.cli.Progress
 ---@return ciranda.run.Target
 function M.of(slices, tpu, flags, progress)
-  local key, public
+  local key, public = flags.ssh_key, nil
+  local repair -- only a cloud's workers need it
   if tpu then
     key, public = access.key(flags.ssh_key)
-  else
-    key = flags.ssh_key
+    repair = require("ciranda.run.repair")
   end
   local connection = {
     user = (tpu or flags.ssh_user or os.getenv("CIRANDA_SSH_USER")) and access.user(flags.ssh_user) or nil,
@@ -277,7 +276,7 @@ function M.of(slices, tpu, flags, progress)
       options.user = connection.user -- for a fleet that takes this one's place
     end
   end
-  local cloud = tpu and repair.cloud(tpu, slices_of(fleet, slices))
+  local cloud = repair and repair.cloud(tpu, slices_of(fleet, slices))
   return setmetatable({
     fleet = fleet,
     slices = slices,

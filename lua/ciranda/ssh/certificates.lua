@@ -72,8 +72,11 @@ local MAX_FILE = 256 * 1024
 ---@return ciranda.ssh.Certificate?
 --- Raises `invalid` when it is there and holds no certificate of a type we know.
 function M.load(path)
-  local ok, text = pcall(fs.read, path, MAX_FILE)
-  if not ok then
+  local ok, text = pcall(function()
+    -- Most keys have none, and a question costs less than a failure.
+    return fs.exists(path) and fs.read(path, MAX_FILE)
+  end)
+  if not ok or not text then
     return errors.is(text, "cancelled") and error(text, 0) or nil
   end
   local base64 = text:match("^%s*%S+%s+(%S+)")

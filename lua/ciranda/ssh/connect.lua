@@ -10,7 +10,6 @@ local errors = require("ciranda.io.error")
 local hostkey = require("ciranda.ssh.hostkey")
 local known_hosts = require("ciranda.ssh.known_hosts")
 local login = require("ciranda.ssh.login")
-local proxy = require("ciranda.ssh.proxy")
 local scheduler = require("ciranda.task.scheduler")
 local slots = require("ciranda.ssh.slots")
 local task = require("ciranda.task")
@@ -423,7 +422,9 @@ end
 --- again after a moment. `under` holds what carries the session.
 local function open_patiently(settings, expected, under, options)
   for attempt = 1, math.huge do
-    under.thing = proxy.open(settings, M.connect, options)
+    if settings.carrier or settings.jump or settings.proxy_command then
+      under.thing = require("ciranda.ssh.proxy").open(settings, M.connect, options)
+    end
     local ok, session, trust, begun = pcall(open_any, settings, expected, under.thing)
     if ok then
       return session, trust, begun

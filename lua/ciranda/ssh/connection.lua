@@ -2,14 +2,11 @@
 
 local channels = require("ciranda.ssh.channel")
 local errors = require("ciranda.io.error")
-local forwards = require("ciranda.ssh.forward")
 local fs = require("ciranda.io.fs")
 local log = require("ciranda.io.log")
 local scheduler = require("ciranda.task.scheduler")
-local sftp = require("ciranda.ssh.sftp")
 local slots_of = require("ciranda.ssh.slots")
 local task = require("ciranda.task")
-local transfer = require("ciranda.ssh.transfer")
 
 local M = {}
 
@@ -213,7 +210,7 @@ end
 ---@param options { host: string, to_port: integer, address: string?, port: integer? } see ciranda.ssh.forward
 ---@return ciranda.ssh.Forward
 function Connection:forward(scope, options)
-  return forwards.listen(scope, self, options)
+  return require("ciranda.ssh.forward").listen(scope, self, options)
 end
 
 local EXEC_OPTIONS = {
@@ -507,7 +504,7 @@ end
 ---@return ciranda.ssh.Sftp
 --- Raises `refused` (the server has no SFTP), `protocol`, `timeout`, or what ended the connection.
 function Connection:sftp()
-  return sftp.open(self, transfer.START_TIMEOUT)
+  return require("ciranda.ssh.sftp").open(self, require("ciranda.ssh.transfer").START_TIMEOUT)
 end
 
 --- Send a file, or data, to a path there. See ciranda.ssh.transfer.
@@ -516,7 +513,7 @@ end
 ---@param remote string
 ---@param options ciranda.ssh.TransferOptions?
 function Connection:put(source, remote, options)
-  return transfer.put(self, source, remote, options)
+  return require("ciranda.ssh.transfer").put(self, source, remote, options)
 end
 
 --- Fetch a file from there; without a target its content is returned.
@@ -526,7 +523,7 @@ end
 ---@param options ciranda.ssh.TransferOptions?
 ---@return string
 function Connection:get(remote, target, options)
-  return transfer.get(self, remote, target, options)
+  return require("ciranda.ssh.transfer").get(self, remote, target, options)
 end
 
 --- Send everything in a directory.
@@ -535,7 +532,7 @@ end
 ---@param remote string
 ---@param options ciranda.ssh.TreeOptions?
 function Connection:put_tree(directory, remote, options)
-  return transfer.put_tree(self, directory, remote, options)
+  return require("ciranda.ssh.transfer").put_tree(self, directory, remote, options)
 end
 
 --- Fetch everything in a directory there.
@@ -544,7 +541,7 @@ end
 ---@param directory string
 ---@param options ciranda.ssh.TreeOptions?
 function Connection:get_tree(remote, directory, options)
-  return transfer.get_tree(self, remote, directory, options)
+  return require("ciranda.ssh.transfer").get_tree(self, remote, directory, options)
 end
 
 --- Ask the server for signs of life: an interval without a byte from it is asked about, and after `count` unanswered

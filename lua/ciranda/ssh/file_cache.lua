@@ -1,7 +1,6 @@
 --- What a thousand connections ask of the file system, looked up once and again after a while: the content of small
 --- files, the names in a directory.
 
-local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -30,15 +29,12 @@ end
 ---@return ciranda.ssh.FileCache
 function M.of_files(parse, most)
   return M.new(function(path, known)
-    local ok, stat = pcall(fs.stat, path)
-    if not ok and not errors.is(stat, "not_found") then
-      error(stat, 0)
-    end
-    local stamp = ok and ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size) or "absent"
+    local stat = fs.stat(path, { missing_ok = true })
+    local stamp = stat and ("%d.%d.%d"):format(stat.ino, stat.mtime_ns, stat.size) or "absent"
     if known and known.stamp == stamp then
       return known
     end
-    return { stamp = stamp, value = ok and parse(fs.read(path, most), path) or nil }
+    return { stamp = stamp, value = stat and parse(fs.read(path, most), path) or nil }
   end)
 end
 

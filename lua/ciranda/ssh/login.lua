@@ -6,7 +6,6 @@
 --- its turn comes. A key's certificates (CertificateFile, PATH-cert.pub) are offered just before the key itself, signed
 --- with by whoever holds the key.
 
-local agents = require("ciranda.ssh.agent")
 local certificates = require("ciranda.ssh.certificates")
 local errors = require("ciranda.io.error")
 local keys = require("ciranda.ssh.keys")
@@ -47,7 +46,7 @@ function LazyAgent:identities()
   local path = agent_path(self.settings.agent)
   if path then
     local ok, problem = pcall(function()
-      self.agent = agents.connect(path)
+      self.agent = require("ciranda.ssh.agent").connect(path)
       self.list = self.agent:identities()
     end)
     if not ok and (type(self.settings.agent) == "string" or errors.is(problem, "cancelled")) then
