@@ -202,5 +202,12 @@ output:write("const cir_embedded cir_embedded_modules[] = {\n", table.concat(row
 output:write("const size_t cir_embedded_count = ", #modules, ";\n")
 local guard = blob("guard", guard_path and read(guard_path) or "")
 output:write("const cir_blob cir_embedded_guard = ", guard, ";\n")
+local digest = ""
+if guard_path then
+  local pipe = assert(io.popen(("sha256sum < '%s'"):format((guard_path:gsub("'", "'\\''")))))
+  digest = assert(pipe:read("a"):match("^%x+"))
+  pipe:close()
+end
+output:write(('const char cir_embedded_guard_sha256[] = "%s";\n'):format(digest))
 assert(output:close())
 assert(os.rename(output_path .. ".new", output_path))

@@ -36,11 +36,26 @@ static const EVP_MD *digest_of(int algorithm) {
   }
 }
 
+/*
+ * The same as its provider has it, looked up once: EVP_DigestInit_ex would do that each time, which
+ * takes longer than digesting a small file. What this machine's OpenSSL does not give is looked up
+ * again. On the main thread only.
+ */
+static const EVP_MD *fetched(const EVP_MD *kind, int algorithm) {
+  static EVP_MD *kept[CIR_DIGESTS];
+  if (kept[algorithm] == NULL)
+    kept[algorithm] = EVP_MD_fetch(NULL, EVP_MD_get0_name(kind), NULL);
+  return kept[algorithm];
+}
+
 bool cir_digest_begin(cir_digest *running, int algorithm) {
   const EVP_MD *kind = digest_of(algorithm);
   *running = (cir_digest){NULL, 0, false};
   if (kind == NULL)
     return true;
+  kind = fetched(kind, algorithm);
+  if (kind == NULL)
+    return false;
   running->context = EVP_MD_CTX_new();
   return running->context != NULL && EVP_DigestInit_ex(running->context, kind, NULL) == 1;
 }

@@ -1,7 +1,8 @@
 /*
- * crypto_work.c - of ciranda.core.crypto, what takes long: digesting files and making key pairs, on
- * the thread pool.
+ * crypto_work.c - of ciranda.core.crypto, what takes long: digesting files, making key pairs and
+ * compressing, on the thread pool.
  */
+#define ZLIB_CONST
 #include "callback.h"
 #include "crypto.h"
 #include "options.h"
@@ -16,14 +17,19 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #define CIR_WORK_HANDLE "ciranda.crypto.work"
 
-enum { CIR_CRYPTO_CHUNK = 256 * 1024 };
+enum {
+  CIR_CRYPTO_CHUNK = 256 * 1024,
+  CIR_GZIP = 16 /* added to the size of zlib's window: with gzip's header and check */
+};
 
 /*
- * A file to digest or a key pair to make, on a thread of the pool. The handle points here; the
- * memory goes after the callback. `cancelled` is read by the thread between chunks.
+ * A file to digest, a key pair to make or a text to compress, on a thread of the pool. The handle
+ * points here; the memory goes after the callback. `cancelled` is read by the thread between
+ * chunks.
  */
 typedef struct work {
   uv_work_t job;
@@ -31,7 +37,12 @@ typedef struct work {
   struct work **handle;
   int on_done;
   _Atomic bool cancelled;
-  char *path; /* NULL: make a key pair */
+  char *path;       /* NULL: make a key pair, or compress `text` */
+  const char *text; /* a string of Lua's that text_ref holds */
+  size_t text_size;
+  int text_ref, level;
+  char *packed; /* NULL: without memory, or cancelled */
+  size_t packed_size;
   int64_t offset, length;
   int problem; /* errno */
   bool wanted[CIR_DIGESTS];
@@ -75,6 +86,37 @@ static void work_file(work *own) {
   free(chunk);
 }
 
+static void work_gzip(work *own) {
+  z_stream stream;
+  memset(&stream, 0, sizeof stream);
+  if (deflateInit2(&stream, own->level, Z_DEFLATED, MAX_WBITS + CIR_GZIP, MAX_MEM_LEVEL,
+                   Z_DEFAULT_STRATEGY) != Z_OK)
+    return;
+  size_t room = deflateBound(&stream, own->text_size);
+  char *packed = malloc(room);
+  size_t done = 0, written = 0;
+  int status = packed == NULL ? Z_MEM_ERROR : Z_OK;
+  while (status == Z_OK && !own->cancelled) {
+    size_t left = own->text_size - done, space = room - written;
+    size_t chunk = left < CIR_CRYPTO_CHUNK ? left : CIR_CRYPTO_CHUNK;
+    stream.next_in = (const Bytef *)own->text + done;
+    stream.avail_in = (uInt)chunk;
+    stream.next_out = (Bytef *)packed + written;
+    stream.avail_out = (uInt)(space < UINT_MAX ? space : UINT_MAX);
+    uInt before = stream.avail_out;
+    status = deflate(&stream, chunk == left ? Z_FINISH : Z_NO_FLUSH);
+    done += chunk - stream.avail_in;
+    written += before - stream.avail_out;
+  }
+  deflateEnd(&stream);
+  if (status == Z_STREAM_END) {
+    own->packed = packed;
+    own->packed_size = written;
+  } else {
+    free(packed);
+  }
+}
+
 /*
  * Runs on a thread of the pool: no Lua. What OpenSSL keeps for a thread is given back here, since
  * the pool's threads end after OpenSSL's own clean-up.
@@ -83,12 +125,17 @@ static void on_work(uv_work_t *job) {
   work *own = CIR_CONTAINER_OF(job, work, job);
   if (own->path != NULL)
     work_file(own);
+  else if (own->text != NULL)
+    work_gzip(own);
   else
     own->key = EVP_RSA_gen(own->bits);
   OPENSSL_thread_stop();
 }
 
+/* On the main thread. */
 static void work_free(work *own) {
+  luaL_unref(cir_main_state(own->rt), LUA_REGISTRYINDEX, own->text_ref);
+  free(own->packed);
   for (int i = 0; i < CIR_DIGESTS; i++)
     cir_digest_free(&own->running[i]);
   EVP_PKEY_free(own->key);
@@ -132,6 +179,12 @@ static void push_outcome(lua_State *L, work *own, int status) {
     }
     lua_pushinteger(L, own->size);
     lua_setfield(L, -2, "size");
+  } else if (own->text != NULL && own->packed == NULL) {
+    cir_push_error(L, "failed", "there is no memory to compress %zu bytes", own->text_size);
+    lua_pushnil(L);
+  } else if (own->text != NULL) {
+    lua_pushnil(L);
+    lua_pushlstring(L, own->packed, own->packed_size);
   } else if (own->key == NULL) {
     cir_push_error(L, "failed", "OpenSSL could not make an RSA key of %u bits", own->bits);
     lua_pushnil(L);
@@ -203,6 +256,7 @@ static int l_digest_file(lua_State *L) {
     return luaL_error(L, "crypto.digest_file: out of memory");
   own->rt = cir_runtime_of(L);
   own->on_done = CIR_NO_CALLBACK;
+  own->text_ref = LUA_NOREF;
   own->offset = offset;
   own->length = length;
   own->path = strdup(path);
@@ -234,8 +288,35 @@ static int l_rsa_generate(lua_State *L) {
     return luaL_error(L, "crypto.rsa_generate: out of memory");
   own->rt = cir_runtime_of(L);
   own->on_done = CIR_NO_CALLBACK;
+  own->text_ref = LUA_NOREF;
   own->bits = (unsigned)bits;
   work_queue(L, own, handle, 2);
+  return 1;
+}
+
+/* crypto.gzip(text, level, callback) -> handle. The callback gets err and the packed bytes. [-3,
+ * +1, v] */
+static int l_gzip(lua_State *L) {
+  size_t size;
+  const char *text = luaL_checklstring(L, 1, &size);
+  lua_Integer level = luaL_checkinteger(L, 2);
+  luaL_argcheck(L, level >= 1 && level <= 9, 2, "from 1 to 9");
+  luaL_checktype(L, 3, LUA_TFUNCTION);
+  work **handle = work_handle(L);
+  lua_pushvalue(L, 1);
+  int text_ref = luaL_ref(L, LUA_REGISTRYINDEX);
+  work *own = calloc(1, sizeof *own);
+  if (own == NULL) {
+    luaL_unref(L, LUA_REGISTRYINDEX, text_ref);
+    return luaL_error(L, "crypto.gzip: out of memory");
+  }
+  own->rt = cir_runtime_of(L);
+  own->on_done = CIR_NO_CALLBACK;
+  own->text = text;
+  own->text_size = size;
+  own->text_ref = text_ref;
+  own->level = (int)level;
+  work_queue(L, own, handle, 3);
   return 1;
 }
 
@@ -259,8 +340,10 @@ static int l_work_gc(lua_State *L) {
 }
 
 void cir_crypto_work_register(lua_State *L) {
-  static const luaL_Reg functions[] = {
-      {"digest_file", l_digest_file}, {"rsa_generate", l_rsa_generate}, {NULL, NULL}};
+  static const luaL_Reg functions[] = {{"digest_file", l_digest_file},
+                                       {"rsa_generate", l_rsa_generate},
+                                       {"gzip", l_gzip},
+                                       {NULL, NULL}};
   static const luaL_Reg methods[] = {
       {"cancel", l_work_cancel}, {"__close", l_work_cancel}, {"__gc", l_work_gc}, {NULL, NULL}};
   cir_crypto_class(L, CIR_WORK_HANDLE, methods);

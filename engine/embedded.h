@@ -24,6 +24,7 @@ extern const cir_embedded cir_embedded_modules[];
 extern const size_t cir_embedded_count;
 
 extern const cir_blob cir_embedded_guard;
+extern const char cir_embedded_guard_sha256[]; /* of its bytes unpacked, in hexadecimal */
 
 /* What the modules share, as it is: unpacking it would take longer than all modules of a short
  * start. */

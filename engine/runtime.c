@@ -45,6 +45,8 @@ struct cir_runtime {
   deferred *first, **last;
   hook *hooks;
   const char *lua_dir; /* NULL: embedded modules only */
+  char *room;          /* where modules are unpacked: as strings they would be garbage at once */
+  size_t room_size;
   char executable[4096];
   int argc;
   char **argv;
@@ -97,12 +99,14 @@ void cir_on_shutdown(cir_runtime *rt, void (*fn)(void *), void *arg) {
   rt->hooks = item;
 }
 
+static const char DAMAGED[] = "the program's file is damaged: install it again";
+
 /* Pushes what is embedded, unpacked, as a string. [-0, +1, e] */
 static const char *push_unpacked(lua_State *L, const cir_blob *blob) {
   luaL_Buffer buffer;
   char *room = luaL_buffinitsize(L, &buffer, blob->size);
   if (cir_embedded_unpack(blob, room) != 0)
-    luaL_error(L, "the program's file is damaged: install it again");
+    luaL_error(L, "%s", DAMAGED);
   luaL_pushresultsize(&buffer, blob->size);
   return lua_tostring(L, -1);
 }
@@ -130,12 +134,28 @@ static bool load_module(lua_State *L, const char *name) {
     lua_pop(L, 1);
   }
   const char *chunk_name = lua_pushfstring(L, "@%s", module->path);
-  const char *text = push_unpacked(L, &module->chunk);
-  status = luaL_loadbufferx(L, text, module->chunk.size, chunk_name, "bt");
+  char *room = rt->room; /* a finaliser that runs meanwhile may load a module too */
+  size_t size = rt->room_size;
+  rt->room = NULL;
+  rt->room_size = 0;
+  if (size < module->chunk.size) {
+    free(room);
+    size = module->chunk.size;
+    room = malloc(size);
+    if (room == NULL)
+      luaL_error(L, "out of memory");
+  }
+  if (cir_embedded_unpack(&module->chunk, room) != 0) {
+    free(room);
+    luaL_error(L, "%s", DAMAGED);
+  }
+  status = luaL_loadbufferx(L, room, module->chunk.size, chunk_name, "bt");
+  free(rt->room);
+  rt->room = room;
+  rt->room_size = size;
   if (status != LUA_OK)
     lua_error(L);
-  lua_replace(L, -3);
-  lua_pop(L, 1);
+  lua_remove(L, -2);
   return true;
 }
 
@@ -177,6 +197,16 @@ static int l_guard(lua_State *L) {
   return 1;
 }
 
+/* engine.guard_digest() -> the SHA-256 of those bytes in hexadecimal and their number, without
+ * unpacking them, or nil. [-0, +1 or +2, m] */
+static int l_guard_digest(lua_State *L) {
+  if (cir_embedded_guard.size == 0)
+    return 0;
+  lua_pushstring(L, cir_embedded_guard_sha256);
+  lua_pushinteger(L, (lua_Integer)cir_embedded_guard.size);
+  return 2;
+}
+
 /* engine.exit_now(status): flush and leave without any clean-up. Does not return. [-1, +0, e] */
 static int l_exit_now(lua_State *L) {
   int status = (int)luaL_checkinteger(L, 1);
@@ -192,9 +222,13 @@ static int l_loop_alive(lua_State *L) {
 }
 
 int luaopen_ciranda_core_engine(lua_State *L) {
-  static const luaL_Reg functions[] = {
-      {"load", l_load},         {"embedded", l_embedded},     {"guard", l_guard},
-      {"exit_now", l_exit_now}, {"loop_alive", l_loop_alive}, {NULL, NULL}};
+  static const luaL_Reg functions[] = {{"load", l_load},
+                                       {"embedded", l_embedded},
+                                       {"guard", l_guard},
+                                       {"guard_digest", l_guard_digest},
+                                       {"exit_now", l_exit_now},
+                                       {"loop_alive", l_loop_alive},
+                                       {NULL, NULL}};
   cir_runtime *rt = cir_runtime_of(L);
   luaL_newlib(L, functions);
   cir_interrupt_register(L);
@@ -314,6 +348,7 @@ static const luaL_Reg PRELOAD[] = {{"luv", open_luv},
 /* Opens the libraries and boots ciranda.cli.main; leaves the exit status. Runs protected. [-0, +1,
  * e] */
 static int boot(lua_State *L) {
+  lua_gc(L, LUA_GCSTOP); /* nothing is garbage yet; ciranda.cli.session has it begin */
   luaL_openlibs(L);
   luaL_getsubtable(L, LUA_REGISTRYINDEX, LUA_PRELOAD_TABLE);
   luaL_setfuncs(L, PRELOAD, 0);
@@ -412,6 +447,7 @@ static void shut_down(cir_runtime *rt, int status) {
   int left = uv_loop_close(&rt->loop);
   assert(left == 0);
   (void)left;
+  free(rt->room);
   free(rt);
 }
 

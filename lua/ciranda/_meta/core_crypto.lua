@@ -52,6 +52,13 @@ function M.aes256_ctr(key, counter, data) end
 ---@return { cancel: fun(self) } handle
 function M.digest_file(path, wanted, callback) end
 
+--- On the thread pool.
+---@param text string
+---@param level integer 1 to 9
+---@param callback fun(err: table?, packed: string?)
+---@return { cancel: fun(self) } handle
+function M.gzip(text, level, callback) end
+
 --- On the thread pool. The keys are PEM.
 ---@param bits integer 2048 to 8192
 ---@param callback fun(err: table?, pair: { private_key: string, public_key: string }?)

@@ -134,6 +134,7 @@ end
 function M.run(fn)
   -- A cycle begins when memory has grown fourfold, not twofold: most programs are short and small.
   collectgarbage("incremental", 400, 0, 0)
+  collectgarbage("restart")
   require("ciranda.io.stdio").install()
   require("ciranda.task.loader").install()
   rawset(os, "exit", orderly_exit)

@@ -14,10 +14,8 @@ local uv = require("luv")
 local M = {}
 
 local CHUNK = 1048576
---- Bytes of an archive that are written at once.
-local BUFFER = 262144
---- Bytes of files up to which a directory is compressed quickly: gzip -6 takes three times the time of -1, and what it
---- saves of a source tree, a fifth, is soon sent.
+--- Bytes of files up to which a directory is compressed quickly and in memory: level 6 takes three times the time of
+--- level 1, and what it saves of a source tree, a fifth, is soon sent.
 local QUICK = 16777216
 --- Nanoseconds that a walk or a copy may hold the loop before others get their turn.
 local TURN = 10000000
@@ -165,7 +163,7 @@ local function writer(fd, path)
     if bytes then
       held[#held + 1] = bytes
       size = size + #bytes
-      if size < BUFFER then
+      if size < CHUNK then
         return
       end
     end
@@ -268,59 +266,91 @@ function M.hash(manifest)
   end
 end
 
+--- Reads the files of a manifest, those that are still there, into an archive.
+---@param manifest ciranda.archive.Manifest its entries and size become what was read
+---@param write fun(bytes: string)
+local function read_files(manifest, write)
+  local breathe = breather()
+  local kept = {}
+  manifest.size = 0
+  for _, entry in ipairs(manifest.entries) do
+    local there = true
+    if entry.type == "file" then
+      there = copy_file(manifest, entry, write, breathe)
+    else
+      write(tar.header(entry))
+    end
+    if there then
+      kept[#kept + 1] = entry
+      manifest.size = manifest.size + entry.size
+    end
+  end
+  manifest.entries = kept
+  write(tar.trailer())
+end
+
+--- Opens a file, has `fn` write into it, and closes it; a file that is not whole is removed.
+---@param path string
+---@param fn fun(write: fun(bytes: string?))
+local function with_file(path, fn)
+  local fd, message = uv.fs_open(path, "w", 384)
+  if not fd then
+    fail(message, path)
+  end
+  local write = writer(fd, path)
+  local ok, problem = pcall(function()
+    fn(write)
+    write(nil)
+  end)
+  uv.fs_close(fd)
+  if not ok then
+    uv.fs_unlink(path)
+    error(problem, 0)
+  end
+end
+
 --- Writes the archive of a walked directory and completes its manifest.
+---@async
 ---@param manifest ciranda.archive.Manifest from `walk`
 ---@param output string path of the .tar.gz; a file there is replaced
 ---@param level integer? of gzip, 1 (quick) to 9 (1 for up to 16 MiB of files, else 6)
 ---@return ciranda.archive.Manifest the same
 -- Raises "permission" for a file that may not be read, "no_space" when the archive does not fit.
 function M.write(manifest, output, level)
-  local plain = output:gsub("%.gz$", "")
-  local out, message = uv.fs_open(plain, "w", 384)
-  if not out then
-    fail(message, plain)
+  local size = 0
+  for _, entry in ipairs(manifest.entries) do
+    size = size + entry.size
   end
-  local ok, problem = pcall(function()
-    local breathe = breather()
-    local write = writer(out, plain)
-    local kept = {}
-    manifest.size = 0
-    for _, entry in ipairs(manifest.entries) do
-      local there = true
-      if entry.type == "file" then
-        there = copy_file(manifest, entry, write, breathe)
-      else
-        write(tar.header(entry))
-      end
-      if there then
-        kept[#kept + 1] = entry
-        manifest.size = manifest.size + entry.size
-      end
+  if size <= QUICK then
+    local pieces = {}
+    read_files(manifest, function(bytes)
+      pieces[#pieces + 1] = bytes
+    end)
+    local packed = crypto.gzip(table.concat(pieces), level or 1)
+    with_file(output, function(write)
+      write(packed)
+    end)
+    manifest.archive_sha256, manifest.archive_size = crypto.hex(crypto.sha256(packed)), #packed
+  else
+    local plain = output:gsub("%.gz$", "")
+    with_file(plain, function(write)
+      read_files(manifest, write)
+    end)
+    local gzip = process.run({ "gzip", "-n", "-f", ("-%d"):format(level or 6), plain })
+    if gzip.code ~= 0 then
+      uv.fs_unlink(plain)
+      err.raise({
+        code = "failed",
+        op = "archive",
+        target = output,
+        message = "gzip failed: "
+          .. (gzip.stderr ~= "" and gzip.stderr or ("exit status %s"):format(gzip.code)),
+      })
     end
-    manifest.entries = kept
-    write(tar.trailer())
-    write(nil)
-  end)
-  uv.fs_close(out)
-  if not ok then
-    uv.fs_unlink(plain)
-    error(problem, 0)
-  end
-  level = level or manifest.size <= QUICK and 1 or 6
-  local gzip = process.run({ "gzip", "-n", "-f", ("-%d"):format(level), plain })
-  if gzip.code ~= 0 then
-    uv.fs_unlink(plain)
-    err.raise({
-      code = "failed",
-      op = "archive",
-      target = output,
-      message = "gzip failed: "
-        .. (gzip.stderr ~= "" and gzip.stderr or ("exit status %s"):format(gzip.code)),
-    })
+    manifest.archive_sha256, manifest.archive_size = M.hash_file(output)
   end
   manifest.sha256 = hash_entries(manifest)
   manifest.archive = output
-  manifest.archive_sha256, manifest.archive_size = M.hash_file(output)
   return manifest
 end
 

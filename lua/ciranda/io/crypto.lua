@@ -60,6 +60,15 @@ function M.digest_file(path, algorithms, options)
   return task.call(core.digest_file, path, wanted)
 end
 
+--- Compress as gzip(1) does, on the thread pool.
+---@async
+---@param data string
+---@param level integer 1 (quick) to 9 (small)
+---@return string packed
+function M.gzip(data, level)
+  return task.call(core.gzip, data, level)
+end
+
 --- The keyed hash of RFC 2104.
 ---@param algorithm "sha256"|"sha1"|"md5"
 ---@param key string

@@ -1,11 +1,10 @@
 --- JSON, exact in both directions.
 ---
---- lua-cjson decodes and dkjson encodes, each for what it does well; neither is exact alone. cjson makes
---- every number a float and cannot tell `[]` from `{}`; what it makes of a text with numbers or empty tables is gone
---- through once more, and a text in which it meets an integer beyond 2^53 or an empty array is decoded again by
---- dkjson, which takes some ten times as long. dkjson writes floats with 14
---- digits, an object with the single key "n" as an array, and a table with holes as whatever it finds; so
---- values are checked and prepared before they reach it.
+--- lua-cjson decodes, but is not exact alone: it makes every number a float and cannot tell `[]` from `{}`; what it
+--- makes of a text with numbers or empty tables is gone through once more, and a text in which it meets an integer
+--- beyond 2^53 or an empty array is decoded again by dkjson, which takes some ten times as long. Encoding is done here:
+--- dkjson writes floats with 14 digits, an object with the single key "n" as an array, and a table with holes as
+--- whatever it finds; cjson sorts no keys.
 ---
 --- Numbers: what is integral and smaller than 2^53 in magnitude, and every integer literal that fits in 64
 --- bits, becomes a Lua integer; the rest a float. Integers and floats are written so that reading them gives
@@ -157,27 +156,19 @@ local function refuse(path, format, ...)
   )
 end
 
---- A number that dkjson would not write exactly, as a value that it writes verbatim.
-local function verbatim(text)
-  return setmetatable({}, {
-    __tojson = function()
-      return text
-    end,
-  })
-end
-
-local function prepare_float(value, path)
+--- A float as the shortest text that reads as the same.
+local function float_text(value, path)
   if value ~= value or value == math.huge or value == -math.huge then
     refuse(path, "%s has no form in JSON", tostring(value))
   end
   local integer = value > -EXACT and value < EXACT and math.tointeger(value)
   if integer then
-    return integer
+    return tostring(integer)
   end
   for digits = 14, 17 do
     local text = ("%." .. digits .. "g"):format(value)
     if tonumber(text) == value then
-      return verbatim(text)
+      return text
     end
   end
 end
@@ -203,21 +194,59 @@ function M.utf8(text)
   return table.concat(parts)
 end
 
-local prepare -- forward
+local ESCAPES = {
+  ['"'] = '\\"',
+  ["\\"] = "\\\\",
+  ["\b"] = "\\b",
+  ["\f"] = "\\f",
+  ["\n"] = "\\n",
+  ["\r"] = "\\r",
+  ["\t"] = "\\t",
+}
 
-local function prepare_array(list, count, path, seen)
-  local result = setmetatable({}, ARRAY)
-  for index = 1, count do
-    path[#path + 1] = ("[%d]"):format(index)
-    result[index] = prepare(list[index], path, seen)
-    path[#path] = nil
-  end
-  return result
+local function escape(byte)
+  return ESCAPES[byte] or ("\\u%04x"):format(byte:byte())
 end
 
-local function prepare_object(fields, path, seen)
-  local result, order = {}, {}
-  for key, value in next, fields do
+--- A string between its quotes. What JavaScript or a terminal takes for more than a character is escaped too, by
+--- dkjson, which knows them; these bytes are the first ones of such characters.
+local function quote(text)
+  text = M.utf8(text)
+  if text:find("[\194\216\220\225\226\239]") then
+    return require("dkjson").quotestring(text)
+  elseif text:find('[%c"\\]') then
+    text = text:gsub('[%c"\\]', escape)
+  end
+  return '"' .. text .. '"'
+end
+
+--- What a value is while it is written: where in the whole, in which tables, what has been written, and the level of
+--- indentation, or nil.
+---@class ciranda.json.Writer
+---@field path string[]
+---@field seen table<table, true>
+---@field parts string[]
+---@field level integer?
+
+local write -- forward
+
+local function write_array(list, count, to)
+  local parts, path = to.parts, to.path
+  parts[#parts + 1] = "["
+  for index = 1, count do
+    if index > 1 then
+      parts[#parts + 1] = ","
+    end
+    path[#path + 1] = ("[%d]"):format(index)
+    write(list[index], to)
+    path[#path] = nil
+  end
+  parts[#parts + 1] = "]"
+end
+
+local function write_object(fields, to)
+  local parts, path, order = to.parts, to.path, {}
+  for key in next, fields do
     if type(key) ~= "string" then
       refuse(
         path,
@@ -226,60 +255,70 @@ local function prepare_object(fields, path, seen)
         type(key)
       )
     end
-    path[#path + 1] = "." .. key
-    local name = M.utf8(key)
-    order[#order + 1] = name
-    local ready = prepare(value, path, seen)
-    if name == "n" and type(ready) == "number" then
-      ready = verbatim(tostring(ready)) -- dkjson takes a number under "n" for the length of an array
-    end
-    result[name] = ready
-    path[#path] = nil
+    order[#order + 1] = key
   end
   table.sort(order)
-  return setmetatable(result, { __jsontype = "object", __jsonorder = order })
+  parts[#parts + 1] = "{"
+  for index, key in ipairs(order) do
+    if index > 1 then
+      parts[#parts + 1] = ","
+    end
+    if to.level then
+      parts[#parts + 1] = "\n" .. ("  "):rep(to.level)
+    end
+    parts[#parts + 1] = quote(key) .. ":"
+    path[#path + 1] = "." .. key
+    write(fields[key], to)
+    path[#path] = nil
+  end
+  if to.level then
+    parts[#parts + 1] = "\n" .. ("  "):rep(to.level - 1)
+  end
+  parts[#parts + 1] = "}"
 end
 
-function prepare(value, path, seen)
+function write(value, to)
   local kind = type(value)
+  local parts, path, seen = to.parts, to.path, to.seen
   if kind == "string" then
-    return M.utf8(value)
+    parts[#parts + 1] = quote(value)
   elseif kind == "number" then
-    return math.type(value) == "integer" and value or prepare_float(value, path)
+    parts[#parts + 1] = math.type(value) == "integer" and tostring(value) or float_text(value, path)
   elseif kind == "boolean" then
-    return value
+    parts[#parts + 1] = tostring(value)
   elseif value == nil or value == M.null then
-    return require("dkjson").null
+    parts[#parts + 1] = "null"
   elseif kind ~= "table" then
     refuse(path, "a %s has no form in JSON", kind)
-  end
-  if seen[value] then
-    refuse(path, "the table contains itself")
-  end
-  if #path >= M.MAX_DEPTH then
-    refuse({ table.concat(path, "", 1, 3), "..." }, "nested deeper than %d", M.MAX_DEPTH)
-  end
-  seen[value] = true
-  local result
-  local marked = M.kind(value)
-  local count = #value
-  if marked == "array" or (marked ~= "object" and count > 0) then
-    for key in next, value do
-      if math.type(key) ~= "integer" or key < 1 or key > count then
-        refuse(
-          path,
-          "an array with the key %s besides 1 to %d; mark what may be absent with json.null",
-          tostring(key),
-          count
-        )
-      end
-    end
-    result = prepare_array(value, count, path, seen)
   else
-    result = prepare_object(value, path, seen)
+    if seen[value] then
+      refuse(path, "the table contains itself")
+    end
+    if #path >= M.MAX_DEPTH then
+      refuse({ table.concat(path, "", 1, 3), "..." }, "nested deeper than %d", M.MAX_DEPTH)
+    end
+    seen[value] = true
+    to.level = to.level and to.level + 1
+    local marked = M.kind(value)
+    local count = #value
+    if marked == "array" or (marked ~= "object" and count > 0) then
+      for key in next, value do
+        if math.type(key) ~= "integer" or key < 1 or key > count then
+          refuse(
+            path,
+            "an array with the key %s besides 1 to %d; mark what may be absent with json.null",
+            tostring(key),
+            count
+          )
+        end
+      end
+      write_array(value, count, to)
+    else
+      write_object(value, to)
+    end
+    to.level = to.level and to.level - 1
+    seen[value] = nil
   end
-  seen[value] = nil
-  return result
 end
 
 --- Encode a value. Keys are sorted, so equal values give equal texts.
@@ -293,8 +332,9 @@ function M.encode(value, options)
   if options then
     errors.check_options(options, { indent = true }, "json.encode")
   end
-  local prepared = prepare(value, {}, {})
-  return require("dkjson").encode(prepared, { indent = options and options.indent or nil })
+  local to = { path = {}, seen = {}, parts = {}, level = options and options.indent and 0 or nil }
+  write(value, to)
+  return table.concat(to.parts)
 end
 
 return M

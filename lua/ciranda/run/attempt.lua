@@ -58,8 +58,9 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field on_phase fun()? the phase has changed
 
 ---@class ciranda.run.Guard
----@field bytes string the program
+---@field bytes string the program; that which this program carries is unpacked when it is asked for
 ---@field sha256 string in hexadecimal
+---@field size integer
 
 ---@class ciranda.run.Attempt
 ---@field worker ciranda.Worker
@@ -91,8 +92,9 @@ end
 ---@return ciranda.run.Guard
 -- Raises "not_found" when there is none.
 function M.guard()
-  local bytes = require("ciranda.core.engine").guard()
-  if not bytes then
+  local engine = require("ciranda.core.engine")
+  local sha256, size = engine.guard_digest()
+  if not sha256 then
     local path = os.getenv("CIRANDA_GUARD")
     local file = path and io.open(path, "rb")
     if not file then
@@ -104,18 +106,24 @@ function M.guard()
             .. "CIRANDA_GUARD name the file",
       })
     end
-    bytes = file:read("a")
+    local bytes = file:read("a")
     file:close()
+    local crypto = require("ciranda.io.crypto")
+    return { bytes = bytes, sha256 = crypto.hex(crypto.sha256(bytes)), size = #bytes }
   end
-  local crypto = require("ciranda.io.crypto")
-  return { bytes = bytes, sha256 = crypto.hex(crypto.sha256(bytes)) }
+  return setmetatable({ sha256 = sha256, size = size }, {
+    __index = function(guard, name)
+      guard.bytes = name == "bytes" and engine.guard() or nil
+      return rawget(guard, name)
+    end,
+  })
 end
 
 --- Text as one word for a shell.
 ---@param text string
 ---@return string
 local function quote(text)
-  return "'" .. text:gsub("'", "'\\''") .. "'"
+  return "'" .. (text:find("'", 1, true) and text:gsub("'", "'\\''") or text) .. "'"
 end
 
 ---@param spec ciranda.run.AttemptSpec
@@ -191,6 +199,15 @@ end
 function Attempt:stage()
   self:persist(SHORT, "stage", function()
     staging.stage(self)
+  end)
+end
+
+--- Connects; nothing else is done.
+-- Raises what connecting raises.
+function Attempt:connect()
+  self:set_phase("connecting")
+  self:persist(SHORT, "stage", function()
+    self.link:connection()
   end)
 end
 

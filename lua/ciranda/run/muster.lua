@@ -83,17 +83,31 @@ end
 
 --- Stages and sets up; `stage` says what is done when it fails.
 ---@param gang ciranda.run.Gang
-local function stage_all(gang)
+---@param scope ciranda.task.Scope for what is done meanwhile
+local function stage_all(gang, scope)
   local options = gang.options
   local seconds = options.stage_timeout or 600
   local nothing = "Nothing was started on any worker"
   -- One worker first: a wrong key is told once, a passphrase is asked for once, and of two gangs one goes on.
+  local connecting = {}
   local failures = gang:everyone(seconds, function(member)
+    member.attempt:connect()
+    -- Connecting changes nothing on a worker, and takes the others as long as looking around takes this one.
+    for place = 2, #gang.members do
+      local other = gang.members[place]
+      connecting[other] = scope:spawn(pcall, other.attempt.connect, other.attempt)
+    end
     member.attempt:claim()
   end, { gang.members[1] })
   refuse_held(gang, failures)
   gang:refuse(failures, "staged", nothing)
   failures = gang:everyone(seconds, function(member)
+    if connecting[member] then
+      local ok, problem = connecting[member]:wait()
+      if not ok then
+        error(problem, 0)
+      end
+    end
     member.attempt:stage()
     gang:note("staged", {
       slice = member.worker.slice,
@@ -140,17 +154,16 @@ end
 function M.stage(gang)
   local lease = gang.options.lease
   local scope <close> = task.scope()
-  local keeper = lease
-    and scope:spawn(function()
+  if lease then
+    scope:spawn(function()
       while true do
         task.sleep(leases.RENEW)
         lease:renew(links_of(gang))
       end
     end)
-  local ok, problem = pcall(stage_all, gang)
-  if keeper then
-    keeper:cancel("staged")
   end
+  local ok, problem = pcall(stage_all, gang, scope)
+  scope:cancel("staged")
   if not ok then
     if lease then
       task.shield(lease.release, lease, links_of(gang))

@@ -36,12 +36,12 @@ local RECEIVE = [[
 before=$(umask); umask 077; new={new}.$$; trap "rm -rf $new" EXIT; trap "exit 1" HUP INT TERM; rm -rf {new}.*;
 mkdir $new && tar -xf - -C $new || exit 1;]]
 
--- The hash is taken there: what was stored is what counts.
+-- The hash is taken there: what was stored is what counts. The newest is told by that machine's clock, not by ours.
 local STORE_BUNDLE = [[
-[ "$(sha256sum < $new/bundle | cut -c1-64)" = {sha256} ] || {
+[ "$(sha256sum < $new/bundle)" = "{sha256}  -" ] || {
 echo "the bundle that arrived is not the one that was sent" >&2; exit 1; };
-mv -f $new/bundle {bundle} || exit 1;
-(cd {root}/bundles && ls -t | grep "tar[.]gz$" | tail -n +{first_old} | xargs rm -f);]]
+touch $new/bundle && mv -f $new/bundle {bundle} || exit 1;
+(cd {root}/bundles && set -- *.tar.gz && [ $# -ge {first_old} ] && rm -f $(ls -t *.tar.gz | tail -n +{first_old}));]]
 
 local PLACE_EXISTING = [[
 umask $before;
@@ -98,17 +98,26 @@ end
 ---@param attempt ciranda.run.Attempt
 local function push_guard(attempt)
   local values = names(attempt)
-  values.part, values.size = attempt.guard_path .. "." .. attempt.part, #attempt.guard.bytes
+  values.part, values.size = attempt.guard_path .. "." .. attempt.part, attempt.guard.size
   local answer = attempt:shell(worker_script.fill(STORE_GUARD, values), { stdin = attempt.guard.bytes })
   attempt:expect(answer, "sending the guard")
 end
+
+-- Headers by path and size, of one second: a fleet's workers get the same ones.
+local headers, headers_of = {}, 0
 
 --- A file of the archive that is sent, up to its bytes.
 ---@param path string
 ---@param size integer
 ---@return string
 local function file_header(path, size)
-  return tar.header({ path = path, type = "file", mode = 384, size = size, mtime = os.time() })
+  local now, key = os.time(), path .. " " .. size
+  if now ~= headers_of then
+    headers, headers_of = {}, now
+  end
+  headers[key] = headers[key]
+    or tar.header({ path = path, type = "file", mode = 384, size = size, mtime = now })
+  return headers[key]
 end
 
 --- The attempt's directory as a tar archive without its end: command, environment, cwd, and whose it is.
@@ -230,7 +239,7 @@ end
 ---@param attempt ciranda.run.Attempt
 ---@param facts ciranda.run.Facts
 local function provide_guard(attempt, facts)
-  if math.tointeger(tonumber(facts.guard)) ~= #attempt.guard.bytes then
+  if math.tointeger(tonumber(facts.guard)) ~= attempt.guard.size then
     attempt:set_phase("sending the guard")
     push_guard(attempt)
   end

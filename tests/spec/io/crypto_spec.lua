@@ -131,6 +131,30 @@ describe("ciranda.io.crypto", function()
     end)
   end)
 
+  describe("gzip", function()
+    it("packs what gzip unpacks, in pieces and of any size", function()
+      local process = require("ciranda.io.process")
+      local long = ("0123456789abcdef"):rep(40000)
+      for _, text in ipairs({ "", "x", long, crypto.random(300000) }) do
+        for _, level in ipairs({ 1, 9 }) do
+          local packed = crypto.gzip(text, level)
+          local unpacked = process.run({ "gzip", "-dc", stdin = packed, timeout = 60 }):check()
+          assert.is_true(unpacked.stdout == text)
+        end
+      end
+      assert.is_true(#crypto.gzip(long, 1) < #long // 20)
+    end)
+
+    it("refuses levels that are none, and can be cancelled", function()
+      assert.matches("from 1 to 9", raised(crypto.gzip, "x", 0))
+      local scope <close> = task.scope()
+      local packing = scope:spawn(crypto.gzip, crypto.random(1 << 20):rep(64), 9)
+      task.yield()
+      packing:cancel()
+      assert.is_true(errors.is(raised(packing.wait, packing), "cancelled"))
+    end)
+  end)
+
   describe("what the machine may have", function()
     local process = require("ciranda.io.process")
     local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
