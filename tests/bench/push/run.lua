@@ -11,7 +11,7 @@ local ROUNDS = math.tointeger(tonumber(os.getenv("BENCH_ROUNDS") or "3"))
 local FILES, BYTES = 2000, 30000000
 --- The process in whose network namespace the client runs; nil where there is none of its own.
 local CLIENT = os.getenv("BENCH_CLIENT")
-local PREFIX = CLIENT and "10.88.0." or "127.1.0."
+local PREFIX = "127.1.0."
 local SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 
 local function note(format, ...)
