@@ -22,14 +22,15 @@ local FEWEST, MOST = 15000, 60000 -- bytes that a connection brings before it is
 assert(WORKERS and WORKERS % PER_SLICE == 0, "CIRANDA_WORKERS is a multiple of 4")
 assert(CUTS and CUTS > 0, "CIRANDA_CUTS is a number of disconnects")
 
---- COMMAND: one process, since what is under test is not how many programs a machine can start.
+--- COMMAND: one process, and no more output than makes the cuts come, since what is under test is neither how many
+--- programs a machine can start nor how much it can encrypt.
 local SAY = [[
 import os, sys, time
 while not os.path.exists(sys.argv[1]):
     text = os.urandom(2240).hex()
     sys.stdout.write("".join(text[at : at + 64] + "\n" for at in range(0, len(text), 64)))
     sys.stdout.flush()
-    time.sleep(0.05)
+    time.sleep(0.25)
 ]]
 
 local cutting = false -- from the moment that COMMAND runs

@@ -14,6 +14,13 @@ local LEAST = 4
 --- Phases in which the other side is there and slow. One that does not take a connection at all holds nobody else up.
 local SLOW = { banner = true, kex = true, auth = true }
 
+--- Has a handshake failed because the other side, which has taken the connection, did not answer in time?
+---@param e any
+---@return boolean
+function M.is_slow(e)
+  return err.is(e, "timeout") and SLOW[e.phase] == true
+end
+
 ---@class ciranda.fleet.Pace
 ---@field limit number how many may run at once now
 ---@field private most integer
@@ -82,7 +89,7 @@ function Pace:with(fn)
   local problem = results[2]
   if results[1] then
     self.limit = math.min(self.most, self.limit + 1 / self.limit)
-  elseif err.is(problem, "timeout") and SLOW[problem.phase] and cuts == self.cuts then
+  elseif M.is_slow(problem) and cuts == self.cuts then
     -- Those that had begun before the last cut say nothing about what it has done.
     self.cuts = self.cuts + 1
     self.limit = math.max(math.min(LEAST, self.most), self.limit / 2)

@@ -6,6 +6,7 @@
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
 local link_of = require("ciranda.fleet.link")
+local pace = require("ciranda.fleet.pace")
 local staging = require("ciranda.run.staging")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -46,6 +47,7 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field use_existing boolean? `directory` must be there already
 ---@field guard ciranda.run.Guard
 ---@field lost_after number? seconds without an answer after which the worker counts as lost (180)
+---@field stage_timeout number? seconds that staging bears with a worker that is there and slow (60)
 ---@field lease ciranda.run.Lease? taken on the worker; without one nobody is asked
 ---@field setup { command: string, hash: string }? staged with it
 ---@field kill "mine"|"all"|nil whose processes may be ended that hold the accelerators, besides our earlier attempts'
@@ -199,7 +201,7 @@ end
 function Attempt:stage()
   self:persist(SHORT, "stage", function()
     staging.stage(self)
-  end)
+  end, self.stage_timeout)
 end
 
 --- Connects; nothing else is done.
@@ -216,7 +218,7 @@ end
 function Attempt:claim()
   self:persist(SHORT, "stage", function()
     staging.claim(self)
-  end)
+  end, self.stage_timeout)
 end
 
 --- Finds what an earlier runner staged, without staging anything.
@@ -291,15 +293,21 @@ local function reply(text)
   return ok and type(value) == "table" and value or nil
 end
 
+--- Has the worker taken the connection, and not answered in time?
+local function is_slow(problem)
+  return err.is(problem, "timeout") and (problem.op == "ssh.exec" or pace.is_slow(problem))
+end
+
 --- Repeats `fn` while the connection breaks, until it has been broken for too long. While its handshake waits for its
 --- turn a worker has not failed to answer.
 ---@private
 ---@param seconds number
 ---@param what string
 ---@param fn fun(): any
+---@param patience number? in place of `seconds` for a worker that is there and slow
 ---@return any
 -- Raises "lost" when it did not succeed in time.
-function Attempt:persist(seconds, what, fn)
+function Attempt:persist(seconds, what, fn, patience)
   local began, waited = now(), self.link.waited
   local pause = 0.2
   while true do
@@ -316,7 +324,7 @@ function Attempt:persist(seconds, what, fn)
       pause, waited = 0.1, self.link.waited -- it got somewhere this time
     end
     local silent = now() - math.max(began, self.last_contact) - (self.link.waited - waited)
-    if silent > seconds then
+    if silent > (patience and is_slow(problem) and patience or seconds) then
       err.raise({
         code = "lost",
         op = what,

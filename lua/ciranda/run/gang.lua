@@ -132,6 +132,7 @@ function M.new(options)
       use_existing = options.use_existing,
       guard = options.guard,
       lost_after = options.lost_after,
+      stage_timeout = options.stage_timeout or 600,
       lease = options.lease,
       setup = options.setup,
       kill = options.kill,

@@ -618,3 +618,34 @@ describe("run.gang", function()
     assert.equal("done\n", read(machines["0.0"].home .. "/done"))
   end)
 end)
+
+describe("run.attempt on a worker that is slow", function()
+  --- An attempt whose step fails so twice, and then succeeds.
+  local function persists(problem, patience)
+    local one = attempt.new({
+      run = "r1",
+      id = "0001-abcdef",
+      worker = { slice = 0, index = 0, address = "10.0.0.1" },
+      link = { waited = 0 },
+      guard = { bytes = "", sha256 = "0" },
+    })
+    local tries = 0
+    local ok, result = pcall(one.persist, one, 0.05, "stage", function()
+      tries = tries + 1
+      if tries < 3 then
+        errors.raise(problem)
+      end
+      return "staged"
+    end, patience)
+    return ok and result or result.code
+  end
+
+  it("waits for it as long as staging may take, and not for one that is not there", function()
+    local slow = { code = "timeout", op = "ssh.exec", message = "no answer within 60 s" }
+    assert.equal("staged", persists(slow, 60))
+    assert.equal("staged", persists({ code = "timeout", phase = "kex", message = "no answer" }, 60))
+    assert.equal("lost", persists(slow))
+    assert.equal("lost", persists({ code = "timeout", phase = "connect", message = "no answer" }, 60))
+    assert.equal("lost", persists({ code = "refused", phase = "connect", message = "refused" }, 60))
+  end)
+end)
