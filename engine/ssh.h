@@ -41,7 +41,8 @@
  *    channel to read the socket with does so too when something has waited for CIR_SSH_DEAF_MS: a
  *    server that asks for signs of life (ClientAliveInterval) would hang up on it.
  * 8. One session may not hold up the others: a pump reads CIR_SSH_ALLOWANCE bytes at most, and all
- *    pumps of a turn share CIR_SSH_TURN_NS; the rest is done on the next turn.
+ *    pumps of a turn share CIR_SSH_TURN_NS; the rest is done on the next turn, in the order of a
+ *    queue: by the order in which epoll tells of sockets, the last would never be served.
  * 9. A packet of ChaCha20-Poly1305 that fails its check is taken for a packet of type 1 (1.11.1):
  *    its reader decrypts the same bytes again, for ever, with new memory each time. No more memory
  *    than CIR_SSH_UNREAD is given out between two reads or writes; then the session is dead.
@@ -77,7 +78,7 @@ enum {
   CIR_SSH_HELD = 4 << 20,           /* bytes that libssh2 may hold besides what channels bring */
   CIR_SSH_PER_BYTE = 128,           /* and for a byte of a window: one that comes in a packet */
   CIR_SSH_ALLOWANCE = 256 * 1024,   /* received bytes a pump */
-  CIR_SSH_TURN_NS = 6 * 1000000,    /* for all pumps between two looks at the sockets */
+  CIR_SSH_TURN_NS = 4 * 1000000,    /* for all pumps, before and after a look at the sockets */
   CIR_SSH_DEAF_MS = 1000,           /* how long what has come may wait where nothing is read */
   CIR_SSH_OUT_FULL = 128 * 1024,    /* unsent bytes from which channels wait */
   CIR_SSH_OUT_MAX = 8 * 1024 * 1024 /* unsent bytes at which the peer is given up */
@@ -205,6 +206,7 @@ typedef enum { CIR_SSH_OPENING, CIR_SSH_UP, CIR_SSH_DEAD } cir_ssh_state;
 struct cir_ssh_session {
   cir_runtime *rt;
   cir_ssh_session *previous, *next;
+  cir_ssh_session *next_waiting; /* in the queue of those to be pumped: the next */
   LIBSSH2_SESSION *raw;          /* NULL once dead */
   cir_ssh_transport *transport;  /* NULL once closed */
   cir_ssh_operation *operations; /* the first is under way */

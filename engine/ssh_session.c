@@ -10,9 +10,13 @@
 static struct {
   bool ready;
   cir_ssh_session *sessions;
-  uint64_t turn, turn_started; /* the loop's time that names a turn, and when it began (hrtime) */
-  uint64_t cpu;                /* what this thread had used when a turn was spent last */
-  bool spent;                  /* this turn */
+  uint64_t turn, turn_started;   /* the loop's time that names a turn, and when it began (hrtime) */
+  uint64_t cpu;                  /* what this thread had used when a turn was spent last */
+  bool spent;                    /* this turn */
+  cir_ssh_session *first, *last; /* those that are to be pumped, the longest waiting first */
+  size_t waiting;                /* their number */
+  bool deferred;                 /* pump_waiting is due */
+  bool behind;                   /* a turn was spent before all of them were served */
   char buffer[CIR_SSH_READ];
 } module;
 
@@ -161,8 +165,8 @@ static uint64_t used_cpu(void) {
  * Rule 8. Turns are told apart by the loop's cached time, which is renewed once or twice a turn.
  * Only our own time counts: on a busy machine little of what has passed may be ours.
  */
-static bool turn_is_spent(cir_ssh_session *session) {
-  uint64_t now = cir_ssh_now(session);
+static bool turn_is_spent(cir_runtime *rt) {
+  uint64_t now = uv_now(cir_loop(rt));
   if (module.turn != now) {
     module.turn = now;
     module.turn_started = uv_hrtime();
@@ -228,15 +232,28 @@ static void pump(cir_ssh_session *session) {
   cir_ssh_release(session);
 }
 
-static void scheduled_pump(void *arg) {
-  cir_ssh_session *session = arg;
-  session->scheduled = false;
-  if (turn_is_spent(session))
-    cir_ssh_schedule(session);
-  else
+/*
+ * Serve those that wait, each once; who is not served before the turn is spent is first on the
+ * next. The one queue of all is what keeps sessions that send without end from holding up others:
+ * the order in which epoll tells of sockets is always the same.
+ */
+static void pump_waiting(void *arg) {
+  cir_runtime *rt = arg;
+  size_t count = module.waiting;
+  module.deferred = false;
+  for (; count > 0 && !turn_is_spent(rt); count--) {
+    cir_ssh_session *session = module.first;
+    module.first = session->next_waiting;
+    module.waiting--;
+    session->scheduled = false;
     pump(session);
-  /* NOLINTNEXTLINE(clang-analyzer-unix.Malloc): the hold of cir_ssh_schedule keeps it alive */
-  cir_ssh_release(session);
+    cir_ssh_release(session);
+  }
+  module.behind = count > 0;
+  if (module.waiting > 0 && !module.deferred) {
+    module.deferred = true;
+    cir_defer(rt, pump_waiting, rt);
+  }
 }
 
 void cir_ssh_schedule(cir_ssh_session *session) {
@@ -245,15 +262,28 @@ void cir_ssh_schedule(cir_ssh_session *session) {
     return;
   session->scheduled = true;
   cir_ssh_hold(session);
-  cir_defer(session->rt, scheduled_pump, session);
+  session->next_waiting = NULL;
+  if (module.waiting++ > 0)
+    module.last->next_waiting = session;
+  else
+    module.first = session;
+  module.last = session;
+  if (!module.deferred) {
+    module.deferred = true;
+    cir_defer(session->rt, pump_waiting, session->rt);
+  }
 }
 
 void cir_ssh_transport_event(cir_ssh_session *session, bool hangup) {
-  if (session->state == CIR_SSH_DEAD || turn_is_spent(session)) /* it will be told again */
+  if (session->state == CIR_SSH_DEAD)
     return;
   session->unread = true;
   session->hangup = session->hangup || hangup;
-  pump(session);
+  module.behind = module.behind || turn_is_spent(session->rt);
+  if (module.behind)
+    cir_ssh_schedule(session);
+  else
+    pump(session);
 }
 
 /* --- keepalive ---------------------------------------------------------------------------------
