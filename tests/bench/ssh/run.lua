@@ -1,9 +1,11 @@
 -- bench-ssh: see tests/bench/ssh.sh.
 local engine = require("ciranda.core.engine")
+local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
 local support = dofile("tests/spec/ssh/support.lua")
+local uv = require("luv")
 
 local build = os.getenv("CIRANDA_BUILD") or "build"
 local counts = {}
@@ -14,10 +16,22 @@ local held_wanted = os.getenv("BENCH_HELD") or "4096"
 local bytes = os.getenv("BENCH_BYTES") or tostring(1 << 30)
 local WINDOW = 64
 
-local figures = {}
+local figures, failed = {}, {}
 
 local function note(format, ...)
   io.stderr:write(format:format(...), "\n")
+end
+
+--- One part of the whole. When it fails the others still report; the reason is in "failed", and in the exit status.
+local function part(name, fn)
+  local began = uv.hrtime()
+  note("bench-ssh: %s ...", name)
+  local ok, err = pcall(fn)
+  if errors.is(err, "cancelled") then
+    error(err, 0)
+  end
+  failed[name] = not ok and tostring(err) or nil
+  note("bench-ssh: %s: %s after %.0f s", name, ok and "done" or tostring(err), (uv.hrtime() - began) / 1e9)
 end
 
 local function available(name)
@@ -284,7 +298,7 @@ end
 
 -- Many hosts -------------------------------------------------------------------------------------------------------
 
-for _, count in ipairs(counts) do
+local function many_hosts(count)
   for _, kind in ipairs({ "ed25519", "rsa" }) do
     local key = kind == "rsa" and rsa3072 or support.key("ed25519")
     local mine, theirs, ratios = {}, {}, {}
@@ -302,45 +316,46 @@ for _, count in ipairs(counts) do
     figures["ratio_bare_" .. kind] = math.min(ratio, figures["ratio_bare_" .. kind] or ratio)
   end
 end
-compare_peers(math.min(counts[#counts], 256), 3)
-count_programs()
+
+for _, count in ipairs(counts) do
+  part(("%d hosts"):format(count), function()
+    many_hosts(count)
+  end)
+end
+part("peers", function()
+  compare_peers(math.min(counts[#counts], 256), 3)
+end)
+part("programs", count_programs)
 
 -- Throughput ------------------------------------------------------------------------------------------------------
 
-do
-  local mine_s, bare_s, ssh_s = {}, {}, {}
-  for _ = 1, 5 do
-    local key = support.key("ed25519")
-    bare_s[#bare_s + 1] = select(2, bare("stream", bytes, tostring(port), user, key, host_key .. ".pub"))
-    mine_s[#mine_s + 1] = ours("stream", bytes, 1, port, user, key, host_key).wall_s
-    local began = require("luv").hrtime()
-    process
-      .run({
-        "sh",
-        "-c",
-        ("ssh -F none -i %s -l %s -p %d -o UserKnownHostsFile=%s -o IdentityAgent=none 127.1.0.1 "):format(
-          key,
-          user,
-          port,
-          known
-        ) .. ("head -c %s /dev/zero >/dev/null"):format(bytes),
-        timeout = 600,
-      })
-      :check()
-    ssh_s[#ssh_s + 1] = (require("luv").hrtime() - began) / 1e9
+part("stream", function()
+  local key = support.key("ed25519")
+  local mine, to_bare, to_ssh = {}, {}, {}
+  for round = 1, 5 do -- in turn, so that all see the same machine
+    local bare_s = select(2, bare("stream", bytes, tostring(port), user, key, host_key .. ".pub"))
+    local own = ours("stream", bytes, 1, port, user, key, host_key).wall_s
+    local line = ("ssh %s 127.1.0.1 head -c %s /dev/zero >/dev/null"):format(SSH_FLAGS, bytes)
+    local began = uv.hrtime()
+    process.run({ "sh", "-c", line, timeout = 600 }):check()
+    local ssh_s = (uv.hrtime() - began) / 1e9
+    note("stream: ours %.2f s, the bare loop %.2f, ssh %.2f", own, bare_s, ssh_s)
+    mine[round], to_bare[round], to_ssh[round] = own, bare_s / own, ssh_s / own
   end
-  local own = median(mine_s)
-  figures.stream_mb_s = tonumber(bytes) / own / 1e6
-  figures.stream_ratio_bare = median(bare_s) / own
-  figures.stream_ratio_ssh = median(ssh_s) / own
+  figures.stream_mb_s = tonumber(bytes) / median(mine) / 1e6
+  figures.stream_ratio_bare = median(to_bare)
+  figures.stream_ratio_ssh = median(to_ssh)
+end)
+
+part("streams", function()
   figures.max_turn_ms = ours("streams", 64, 16, port, user, support.key("ed25519"), host_key).max_turn_ms
-  note("stream: %.0f MB/s; longest turn %.1f ms", figures.stream_mb_s, figures.max_turn_ms)
-end
+  note("64 streams: longest turn %.1f ms", figures.max_turn_ms)
+end)
 server:stop()
 
 -- Sessions that are held ------------------------------------------------------------------------------------------
 
-if available("node") and available("npm") then
+local function held_sessions()
   local directory = build .. "/ssh-faults"
   if not fs.exists(directory .. "/node_modules/ssh2") then
     fs.mkdir_p(directory)
@@ -378,18 +393,31 @@ if available("node") and available("npm") then
     "plain",
     support.key("ed25519"),
     host_key .. ".pub",
-    timeout = 900,
+    timeout = 1200,
   })
   local held = json.decode(result:check().stdout)
   figures.held = held.held
   figures.kib_per_session = held.kib_per_session
   figures.second_fraction = held.second_fraction
+  note(
+    "held: %d at %.0f KiB, a second command at %.3f of the first",
+    held.held,
+    held.kib_per_session,
+    held.second_fraction
+  )
+end
+
+if available("node") and available("npm") then
+  part("held", held_sessions)
 else
   skipped.held = "no node and npm here"
 end
 figures.bench, figures.hosts, figures.window = "ssh", json.array(counts), WINDOW
-figures.peers, figures.skipped = peers, skipped
+figures.peers, figures.skipped, figures.failed = peers, skipped, failed
 figures.libssh2 = require("ciranda.core.ssh").version
-figures.load_1_min = require("luv").loadavg()
+figures.load_1_min = uv.loadavg()
 support.clean()
 print(json.encode(figures))
+if next(failed) then
+  os.exit(1)
+end
