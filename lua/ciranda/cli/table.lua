@@ -6,6 +6,7 @@
 --       format = flags.format,
 --     })
 local err = require("ciranda.io.error")
+local fields_of = require("ciranda.cli.field")
 local json = require("ciranda.io.json")
 
 local M = {}
@@ -21,8 +22,8 @@ local type = type -- for lists of many items
 M.flags = {
   {
     name = "filter",
-    help = "Of list: FIELD=VALUE, FIELD!=VALUE or FIELD:PART, joined by AND, such as state=READY; or a word: a state, "
-      .. "or a part of the name.",
+    help = "Of list: as gcloud's, such as state=READY AND (zone~^us OR -labels.env:*); or a word: a state, or a part of "
+      .. "the name.",
   },
   {
     name = "format",
@@ -35,45 +36,13 @@ local function usage(format, ...)
   err.raise({ code = "usage", op = "list", message = format:format(...) })
 end
 
---- What reads a field by its path.
----@param path string
----@return fun(item: table): any
-local function reader(path)
-  local plain = path:match("^(.*)%.basename%(%)$")
-  local keys = {}
-  for piece in (plain or path):gmatch("[^.]+") do
-    local name, index = piece:match("^([^%[]*)%[(%d+)%]$")
-    keys[#keys + 1] = name or piece
-    keys[#keys + 1] = index and math.tointeger(tonumber(index)) + 1
-  end
-  local first, second = keys[1], keys[2]
-  if first and #keys <= 2 and not plain then -- most paths, and a list has many items
-    return function(item)
-      local value = item[first] or nil
-      if second then
-        return type(value) == "table" and value[second] or nil
-      end
-      return value
-    end
-  end
-  return function(value)
-    for _, key in ipairs(keys) do
-      value = type(value) == "table" and value[key] or nil
-    end
-    if plain and type(value) == "string" then
-      return value:match("[^/]*$")
-    end
-    return value
-  end
-end
-
 --- A field by its path: "state.state", "tpu.nodeSpec[0].nodeId"; ".basename()" at its end gives a name without the
 --- names before it.
 ---@param item table
 ---@param path string
 ---@return any value nil when it is not there
 function M.field(item, path)
-  return reader(path)(item)
+  return fields_of.reader(path)(item)
 end
 
 --- What makes a cell of the last part of a name such as "projects/P/locations/Z/nodes/N".
@@ -101,86 +70,12 @@ local function text_of(value)
   return type(value) == "table" and json.encode(value) or tostring(value)
 end
 
--- Filters -----------------------------------------------------------------------------------------------------------
-
-local COMPARE = {
-  ["="] = function(text, wanted)
-    return text:lower() == wanted:lower()
-  end,
-  [":"] = function(text, wanted)
-    return text:lower():find(wanted:lower(), 1, true) ~= nil
-  end,
-}
-COMPARE["!="] = function(text, wanted)
-  return not COMPARE["="](text, wanted)
-end
-
---- FIELD, operator, VALUE.
-local TERM = "^([%a_][%w_.%[%]-]*)([!=:]=?)(.*)$"
-
---- The terms of a filter, one after the other.
----@param text string?
----@return fun(): string?
-local function terms_of(text)
-  local next_term = (text or ""):gsub(" [Aa][Nn][Dd] ", "\0"):gmatch("[^%z]+")
-  return function()
-    local term = next_term()
-    return term and term:match("^%s*(.-)%s*$")
-  end
-end
-
---- One term of a filter as a test.
----@param term string
----@return fun(item: table): boolean
-local function test_of(term)
-  local path, operator, wanted = term:match(TERM)
-  if not path then
-    if term:match("[=<>~:!()]") then
-      usage("--filter: %q is none of FIELD=VALUE, FIELD!=VALUE, FIELD:PART or a word", term)
-    end
-    return function(item)
-      local state = M.field(item, "state.state") or item.state
-      local name = text_of(item.name):match("[^/]*$")
-      return state == term:upper() or name:find(term, 1, true) ~= nil
-    end
-  end
-  local compare = COMPARE[operator]
-  if not compare then
-    usage("--filter: %q has %s, but takes =, != or :", term, operator)
-  end
-  wanted = wanted:match('^"(.*)"$') or wanted:match("^'(.*)'$") or wanted
-  return function(item)
-    local text = text_of(M.field(item, path))
-    -- A message's state is itself a message in queued resources; its name is what is meant.
-    if path == "state" and type(item.state) == "table" then
-      text = text_of(item.state.state)
-    end
-    return compare(text, wanted) or operator ~= "!=" and compare(text:match("[^/]*$"), wanted)
-  end
-end
-
 --- A filter as a test.
 ---@param text string?
 ---@return fun(item: table): boolean
 -- Raises "usage" for what it does not understand.
 function M.filter(text)
-  local tests = {}
-  for _, alternative in ipairs({ " OR ", " NOT ", " (" }) do
-    if (" " .. (text or "")):find(alternative, 1, true) then
-      usage("--filter: %s is not understood; terms are joined by AND", alternative:match("%S+"))
-    end
-  end
-  for term in terms_of(text) do
-    tests[#tests + 1] = test_of(term)
-  end
-  return function(item)
-    for _, test in ipairs(tests) do
-      if not test(item) then
-        return false
-      end
-    end
-    return true
-  end
+  return (require("ciranda.cli.filter").compile(text or ""))
 end
 
 -- Output ------------------------------------------------------------------------------------------------------------
@@ -235,9 +130,9 @@ end
 ---@return string[]?
 function M.needed(flags)
   local paths = value_fields(flags.format)
-  for term in terms_of(paths and flags.filter) do
-    local path = term:match(TERM)
-    table.move(path and { path } or { "name", "state" }, 1, 2, #paths + 1, paths)
+  if paths and flags.filter then
+    local _, more = require("ciranda.cli.filter").compile(flags.filter)
+    table.move(more, 1, #more, #paths + 1, paths)
   end
   return paths
 end
@@ -247,7 +142,7 @@ end
 local function value_printer(fields)
   local readers = {}
   for place, path in ipairs(fields) do
-    readers[place] = reader(path)
+    readers[place] = fields_of.reader(path)
   end
   return function(items)
     local pieces, count, columns = {}, 0, #readers
