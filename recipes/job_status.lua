@@ -85,7 +85,7 @@ end
 ---@return integer status
 function M.run(context)
   local flags = context.flags
-  tables.check_format(flags.format)
+  tables.check(flags)
   local storage = require("ciranda.gcp.storage").connect()
   local place, known = place_of(flags, storage)
   local workers, finished = job_view.look(storage, place)

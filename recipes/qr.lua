@@ -217,7 +217,7 @@ function M.run(context)
       end
     end
   end
-  tables.check_format(flags.format)
+  tables.check(flags)
   local tpu = require("ciranda.gcp.tpu").connect({ project = flags.project, zone = flags.zone })
   run[verb](context, tpu)
 end

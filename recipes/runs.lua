@@ -59,7 +59,7 @@ end
 ---@return integer? status
 function M.run(context)
   local flags, now = context.flags, os.time()
-  tables.check_format(flags.format)
+  tables.check(flags)
   if flags.RUN then
     runs.read(flags.RUN)
     tables.print_one(runs.standing(flags.RUN, now), flags.format)

@@ -232,7 +232,7 @@ function M.run(context)
       end
     end
   end
-  tables.check_format(flags.format)
+  tables.check(flags)
   run[verb](context, require("ciranda.gcp.tpu").connect({ project = flags.project, zone = flags.zone }))
 end
 

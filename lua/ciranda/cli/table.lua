@@ -22,8 +22,8 @@ local type = type -- for lists of many items
 M.flags = {
   {
     name = "filter",
-    help = "Of list: as gcloud's, such as state=READY AND (zone~^us OR -labels.env:*); or a word: a state, or a part of "
-      .. "the name.",
+    help = "Of list: as gcloud's, such as state=READY AND (zone~^us OR -labels.env:*); or a word: a state, or a "
+      .. "part of the name.",
   },
   {
     name = "format",
@@ -75,7 +75,9 @@ end
 ---@return fun(item: table): boolean
 -- Raises "usage" for what it does not understand.
 function M.filter(text)
-  return (require("ciranda.cli.filter").compile(text or ""))
+  return text and (require("ciranda.cli.filter").compile(text)) or function()
+    return true
+  end
 end
 
 -- Output ------------------------------------------------------------------------------------------------------------
@@ -123,6 +125,14 @@ function M.check_format(format)
   if format and format ~= "json" and not value_fields(format) then
     usage("--format is %q, but takes json or value(FIELD,...)", format)
   end
+end
+
+--- Refuses a format or a filter that is not understood, before anything is asked.
+---@param flags { filter: string?, format: string? }
+-- Raises "usage".
+function M.check(flags)
+  M.check_format(flags.format)
+  M.filter(flags.filter)
 end
 
 --- The paths of the fields that a list's flags need, nil when they need whole messages.
