@@ -1,11 +1,10 @@
---- Lists of things, as gcloud prints them: columns, --filter, --format=json|value(FIELD).
+--- Lists of things, as gcloud prints them: columns, --filter and --format.
 --
 --     tables.print(messages, {
 --       columns = { { "NAME", tables.short("name") }, { "STATE", "state.state" } },
 --       filter = flags.filter,
 --       format = flags.format,
 --     })
-local err = require("ciranda.io.error")
 local fields_of = require("ciranda.cli.field")
 local json = require("ciranda.io.json")
 
@@ -27,14 +26,9 @@ M.flags = {
   },
   {
     name = "format",
-    help = "Of list and describe: json, or value(FIELD,...) such as value(name.basename()).",
+    help = "Of list and describe: json, value(FIELD,...) such as value(name.basename()), csv(...) or table(...).",
   },
 }
-
----@param format string
-local function usage(format, ...)
-  err.raise({ code = "usage", op = "list", message = format:format(...) })
-end
 
 --- A field by its path: "state.state", "tpu.nodeSpec[0].nodeId"; ".basename()" at its end gives a name without the
 --- names before it.
@@ -103,28 +97,17 @@ function M.text(rows)
   return table.concat(lines, "\n")
 end
 
---- The fields of "value(A,B)", or nil.
 ---@param format string?
----@return string[]?
-local function value_fields(format)
-  local inside = format and format:match("^value%((.+)%)$")
-  if not inside then
-    return nil
-  end
-  local fields = {}
-  for field in inside:gmatch("[^,]+") do
-    fields[#fields + 1] = field:match("^%s*(.-)%s*$")
-  end
-  return fields
+---@return ciranda.cli.Format?
+local function parsed(format)
+  return format and require("ciranda.cli.format").parse(format) or nil
 end
 
 --- Refuses a format that there is none of, before anything is asked.
 ---@param format string?
 -- Raises "usage".
 function M.check_format(format)
-  if format and format ~= "json" and not value_fields(format) then
-    usage("--format is %q, but takes json or value(FIELD,...)", format)
-  end
+  parsed(format)
 end
 
 --- Refuses a format or a filter that is not understood, before anything is asked.
@@ -139,7 +122,8 @@ end
 ---@param flags { filter: string?, format: string? }
 ---@return string[]?
 function M.needed(flags)
-  local paths = value_fields(flags.format)
+  local format = parsed(flags.format)
+  local paths = format and format.kind ~= "json" and format.paths or nil
   if paths and flags.filter then
     local _, more = require("ciranda.cli.filter").compile(flags.filter)
     table.move(more, 1, #more, #paths + 1, paths)
@@ -147,28 +131,43 @@ function M.needed(flags)
   return paths
 end
 
----@param fields string[]
----@return fun(items: table[]) prints them, a line each
-local function value_printer(fields)
+--- Prints values, a line for each item. Lists may be long: no table is made for a row.
+---@param format ciranda.cli.Format
+---@param items table[]
+local function print_values(format, items)
   local readers = {}
-  for place, path in ipairs(fields) do
+  for place, path in ipairs(format.paths) do
     readers[place] = fields_of.reader(path)
   end
-  return function(items)
-    local pieces, count, columns = {}, 0, #readers
-    for index = 1, #items do
-      local item = items[index]
-      for place = 1, columns do
-        local value = readers[place](item)
-        pieces[count + 1] = type(value) == "string" and value or text_of(value)
-        pieces[count + 2] = place < columns and "\t" or "\n"
-        count = count + 2
-      end
-      if count >= 1024 or index == #items then
-        io.write(table.concat(pieces, "", 1, count))
-        count = 0
-      end
+  local pieces, count, columns, separator = {}, 0, #readers, format.separator
+  for index = 1, #items do
+    local item = items[index]
+    for place = 1, columns do
+      local value = readers[place](item)
+      pieces[count + 1] = type(value) == "string" and value or text_of(value)
+      pieces[count + 2] = place < columns and separator or "\n"
+      count = count + 2
     end
+    if count >= 1024 or index == #items then
+      io.write(table.concat(pieces, "", 1, count))
+      count = 0
+    end
+  end
+end
+
+--- Prints items in a format that names fields.
+---@param format ciranda.cli.Format
+---@param items table[]
+local function print_fields(format, items)
+  if format.kind == "value" then
+    return print_values(format, items)
+  end
+  local formats = require("ciranda.cli.format")
+  local rows = formats.rows(format, items, text_of)
+  if format.kind == "csv" then
+    io.write(formats.csv(format, rows))
+  elseif #rows > 0 then
+    io.write(M.text(rows), "\n")
   end
 end
 
@@ -193,7 +192,7 @@ end
 ---@param options { columns: ciranda.cli.Column[], filter: string?, format: string? }
 -- Raises "usage" for the filter or the format.
 function M.print(items, options)
-  M.check_format(options.format)
+  local format = parsed(options.format)
   local chosen = items
   if options.filter then
     local matches = M.filter(options.filter)
@@ -204,10 +203,9 @@ function M.print(items, options)
       end
     end
   end
-  local fields = value_fields(options.format)
-  if fields then
-    return value_printer(fields)(chosen)
-  elseif options.format == "json" then
+  if format and format.kind ~= "json" then
+    return print_fields(format, chosen)
+  elseif format then
     io.write(json.encode(json.array(chosen), { indent = true }), "\n")
     return
   end
@@ -237,10 +235,9 @@ end
 ---@param format string?
 -- Raises "usage" for the format.
 function M.print_one(item, format)
-  M.check_format(format)
-  local fields = value_fields(format)
-  if fields then
-    value_printer(fields)({ item })
+  local wanted = parsed(format)
+  if wanted and wanted.kind ~= "json" then
+    print_fields(wanted, { item })
   else
     io.write(json.encode(item, { indent = true }), "\n")
   end

@@ -45,6 +45,7 @@ local refuse, typed = checks.refuse, checks.typed
 ---@field scopes string[]?         cloud-platform by default when there is a service account
 ---@field data_disks table[]?      { source =, mode = "read-write"|"read-only", workers = integer[]? } each
 ---@field boot_disk table?         kms_key, size_gb, confidential, iops, throughput, image, storage_pool
+---@field range string?           addresses that the API is to choose from: "10.0.0.0/29"
 ---@field secure_boot boolean?
 ---@field confidential boolean?    AMD SEV
 ---@field autocheckpoint boolean?
@@ -59,7 +60,7 @@ for name in
   ([[id slices accelerator topology unchecked runtime node_id node_prefix capacity reservation min_duration
   max_run_duration termination_time valid_until valid_after network subnetwork external_ips ip_forward queue_count
   networks tags labels metadata metadata_from_file startup_script startup_script_file ssh_keys service_account scopes
-  data_disks boot_disk secure_boot confidential autocheckpoint description workload protection
+  data_disks boot_disk range secure_boot confidential autocheckpoint description workload protection
   traffic version]]):gmatch("%S+")
 do
   KNOWN[name] = true
@@ -229,6 +230,25 @@ local function boot_disk(options)
   }
 end
 
+--- A range of IPv4 addresses. The API takes no smaller one than /29.
+local function address_range(options)
+  local range = typed(options, "range", "string")
+  local a, b, c, d, bits = (range or ""):match("^(%d+)%.(%d+)%.(%d+)%.(%d+)/(%d+)$")
+  local address = 0
+  for _, part in ipairs({ a, b, c, d }) do
+    address = #part <= 3 and tonumber(part) <= 255 and address << 8 | math.tointeger(part) or nil
+    if not address then
+      break
+    end
+  end
+  if range and not (a and address and #bits <= 2 and tonumber(bits) <= 29) then
+    refuse("range", "'%s' is no range of IPv4 addresses such as 10.0.0.0/29 (/29 is the smallest)", range)
+  elseif range and address & ((1 << 32 - math.tointeger(bits)) - 1) ~= 0 then
+    refuse("range", "'%s' does not begin where a range of that size can begin", range)
+  end
+  return range
+end
+
 local PROTECTION = { standard = "STANDARD", ["capacity-optimized"] = "CAPACITY_OPTIMIZED" }
 
 local function protection_tier(options)
@@ -261,6 +281,7 @@ local function node_of(options)
     serviceAccount = (email or scopes) and { email = email, scope = scopes or { CLOUD_PLATFORM } } or nil,
     dataDisks = data_disks(options),
     bootDiskConfig = boot_disk(options),
+    cidrBlock = address_range(options),
     shieldedInstanceConfig = typed(options, "secure_boot", "boolean") ~= nil and {
       enableSecureBoot = options.secure_boot,
     } or nil,

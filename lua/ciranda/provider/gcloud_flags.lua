@@ -340,9 +340,17 @@ M.flags = {
   },
   {
     name = "boot-disk",
-    help = "kms-key=KEY.",
+    help = "kms-key=KEY; size-gb, iops, throughput, image, storage-pool, confidential as in API v2alpha1.",
     put = function(request, flag, text)
-      request.boot_disk = structure(flag, text, { ["kms-key"] = { "kms_key" } })
+      request.boot_disk = structure(flag, text, {
+        ["kms-key"] = { "kms_key" },
+        ["size-gb"] = { "size_gb", integer },
+        iops = { "iops", integer },
+        throughput = { "throughput", integer },
+        image = { "image" },
+        ["storage-pool"] = { "storage_pool" },
+        confidential = { "confidential", boolean },
+      })
     end,
   },
   {
@@ -362,13 +370,7 @@ M.flags = {
     end,
   },
   { name = "description", help = "Text.", put = text_field("description") },
-  {
-    name = "range",
-    help = "Not supported.",
-    put = function(_, flag)
-      fail(flag, "address ranges are chosen by the service for TPU VMs; leave it out")
-    end,
-  },
+  { name = "range", help = "Addresses for the node, such as 10.0.0.0/29.", put = text_field("range") },
 }
 
 --- Flags of every gcloud command that change how gcloud itself behaves, and whether they take a value.

@@ -66,7 +66,55 @@ describe("tables", function()
     end
     local ok, problem = pcall(tables.check_format, "yaml")
     assert.is_false(ok)
-    assert.matches("takes json or value", problem.message, 1, true)
+    assert.matches("none of gcloud's other formats", problem.message, 1, true)
+  end)
+
+  it("prints fields in gcloud's formats", function()
+    local written = {}
+    local write = io.write
+    local function printed(format, one)
+      written = {}
+      io.write = function(...) -- luacheck: ignore 122
+        written[#written + 1] = table.concat({ ... })
+      end
+      local ok, problem = pcall(one and tables.print_one or tables.print, one or ITEMS, one and format or {
+        columns = {},
+        format = format,
+        filter = "name:job",
+      })
+      io.write = write -- luacheck: ignore 122
+      assert.is_true(ok, tostring(problem))
+      return table.concat(written)
+    end
+    for format, expected in pairs({
+      ["value(name.basename(),state)"] = "job-0\tREADY\njob-1\tSTOPPED\n",
+      ["get(state)"] = "READY\nSTOPPED\n",
+      ['value[separator=" "](state,labels.t)'] = "READY x\nSTOPPED \n",
+      ["csv(name.basename(),acceleratorType)"] = "name,accelerator_type\njob-0,v4-8\njob-1,v4-16\n",
+      ["csv[no-heading](state,labels)"] = 'READY,"{""t"":""x""}"\nSTOPPED,\n',
+      ["csv[no-heading,separator=';'](state,labels.t)"] = "READY;x\nSTOPPED;\n",
+      ["table(name.basename(),acceleratorType:label=TYPE)"] = "NAME   TYPE\njob-0  v4-8\njob-1  v4-16\n",
+      ["table[no-heading](state)"] = "READY\nSTOPPED\n",
+    }) do
+      assert.equal(expected, printed(format), format)
+    end
+    assert.equal("state,id\nREADY,a\n", printed("csv(state.state,list[0].id)", ITEMS[3]))
+    for _, format in ipairs({
+      "yaml",
+      "table",
+      "value()",
+      "value(,)",
+      "xml(name)",
+      "csv[quote](name)",
+      "table[separator=','](name)",
+      "value(name.scope())",
+      "table(name:sort=1)",
+    }) do
+      local ok, problem = pcall(tables.check, { format = format })
+      assert.is_false(ok, format)
+      assert.equal("usage", problem.code)
+      assert.matches("^%-%-format: ", problem.message)
+    end
   end)
 
   it("knows the fields that a list needs", function()

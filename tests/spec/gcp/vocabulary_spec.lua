@@ -209,6 +209,18 @@ describe("ciranda.gcp.vocabulary", function()
     refuses("data_disks", "source", { data_disks = { {} } })
     refuses("data_disks", "rw", { data_disks = { { source = "d", mode = "rw" } } })
     refuses("boot_disk", "size", { boot_disk = { size = 1 } })
+    assert.equal("10.0.0.8/29", node({ range = "10.0.0.8/29" }).cidrBlock)
+    for _, range in ipairs {
+      "10.0.0.0",
+      "10.0.0.0/30",
+      "10.0.256.0/29",
+      "10.0.0/24",
+      "a.b.c.d/29",
+      "10.0.0.0/290",
+    } do
+      refuses("range", "no range of IPv4 addresses", { range = range })
+    end
+    refuses("range", "does not begin", { range = "10.0.0.4/29" })
     refuses("description", "512", { description = ("x"):rep(513) })
     refuses("description", "UTF-8", { description = "\xff" })
   end)

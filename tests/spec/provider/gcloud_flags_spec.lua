@@ -79,7 +79,8 @@ describe("provider.gcloud_flags", function()
     ["--scopes=everything"] = "is no scope",
     ["--account=me@example.com"] = "set CLOUDSDK_CORE_ACCOUNT instead",
     ["--impersonate-service-account=sa@example.com"] = "set CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT instead",
-    ["--range=10.0.0.0/29"] = "chosen by the service",
+    ["--boot-disk=size=5"] = "there are confidential, image, iops, kms-key, size-gb, storage-pool, throughput",
+    ["--boot-disk=size-gb=5G"] = "not a whole number",
   }) do
     it("refuses " .. text, function()
       assert.matches(expected, failure(text), 1, true)
