@@ -42,85 +42,85 @@ local function chosen(text)
 end
 
 describe("a filter", function()
-  for _, case in ipairs({
-    { "", "1 2 3" },
-    { "state=ACTIVE", "1" },
-    { "state.state=active", "1" },
-    { "state:(ACTIVE FAILED)", "1 2" },
-    { "state=(ACTIVE,SUSPENDED)", "1 3" },
-    { "state:(ACTIVE OR FAILED)", "1 2" },
-    { "state!=ACTIVE", "2 3" },
-    { "state = ACTIVE", "1" },
-    -- joining
-    { "zone:us AND size>10", "2" },
-    { "zone:us size>10", "2" },
-    { "state=ACTIVE OR state=FAILED", "1 2" },
-    { "NOT state=ACTIVE", "2 3" },
-    { "NOT (state=ACTIVE OR state=FAILED)", "3" },
-    { "zone:us AND (state=FAILED OR labels.env=prod)", "1 2" },
-    { "zone:us state=FAILED OR state=SUSPENDED", "2" },
-    { "(((eval)))", "3" },
-    { "zone:us AND NOT labels.env=prod", "2" },
-    { "-state:ACTIVE", "2 3" },
-    { "-labels.env:*", "3" },
-    { "labels.env:*", "1 2" },
-    { "spot:*", "1" },
-    { "note:*", "1 2" },
-    { "note=''", "3" },
-    { "labels.env=''", "3" },
-    -- parts, and patterns with one *
-    { "note:PDQ", "1" },
-    { "note:abc*", "1" },
-    { "note:pdq*", "" },
-    { "note:*xyz", "1" },
-    { "note:a*z", "1" },
-    { "note:abc.pdq.xyz*", "1" },
-    { "name:train*", "1 2" },
-    { "name=eval", "3" },
-    { "name!=eval", "1 2" },
-    { "name=projects/p/locations/europe-west4-b/queuedResources/eval", "3" },
-    { "name.basename()=eval", "3" },
-    -- maps and lists
-    { "labels:team", "1" },
-    { "labels:vision", "1" },
-    { "tags:tpu-b", "1" },
-    { "tags[1]=tpu-b", "1" },
-    { "labels.'my-key'='A B'", "2" },
-    { "labels.my-key:a", "2" },
-    -- quotes
-    { [[note="say \"hi\""]], "2" },
-    { [[note='say "hi"']], "2" },
-    { "labels.'my-key'=A' 'B", "2" },
-    -- order
-    { "size<100", "1" },
-    { "size>=8", "1 2" },
-    { "size=8.0", "1" },
-    { "zone<us", "3" },
-    { "createTime>2026-11-29", "2 3" },
-    { "createTime<=2026-11-29T10:00:00Z", "1 2" },
-    { "createTime<2026-11-28T10:00", "" },
-    { "createTime>P36500D", "" },
-    { "createTime>-P36500D", "1 2 3" },
-    { "nothing<1", "" },
-    -- regular expressions
-    { "zone~^us", "1 2" },
-    { "zone ~ ^us AND -state:FAILED", "1" },
-    { "zone!~^us", "3" },
-    { "name~'train-(1|22)$'", "1 2" },
-    { "name~^train-[0-9]{2,3}$", "2" },
-    { "state.state~'ACTIVE|SUSPENDED'", "1 3" },
-    { "nothing~.", "" },
-    { "nothing!~.", "1 2 3" },
-    -- words
-    { "ACTIVE", "1" },
-    { "train", "1 2" },
-    { "-train", "3" },
-    { "train OR eval", "1 2 3" },
-  }) do
-    it(("%q"):format(case[1]), function()
-      assert.equal(case[2], chosen(case[1]))
-    end)
-  end
+  it("chooses", function()
+    for _, case in ipairs({
+      { "", "1 2 3" },
+      { "state=ACTIVE", "1" },
+      { "state.state=active", "1" },
+      { "state:(ACTIVE FAILED)", "1 2" },
+      { "state=(ACTIVE,SUSPENDED)", "1 3" },
+      { "state:(ACTIVE OR FAILED)", "1 2" },
+      { "state!=ACTIVE", "2 3" },
+      { "state = ACTIVE", "1" },
+      -- joining
+      { "zone:us AND size>10", "2" },
+      { "zone:us size>10", "2" },
+      { "state=ACTIVE OR state=FAILED", "1 2" },
+      { "NOT state=ACTIVE", "2 3" },
+      { "NOT (state=ACTIVE OR state=FAILED)", "3" },
+      { "zone:us AND (state=FAILED OR labels.env=prod)", "1 2" },
+      { "zone:us state=FAILED OR state=SUSPENDED", "2" },
+      { "(((eval)))", "3" },
+      { "zone:us AND NOT labels.env=prod", "2" },
+      { "-state:ACTIVE", "2 3" },
+      { "-labels.env:*", "3" },
+      { "labels.env:*", "1 2" },
+      { "spot:*", "1" },
+      { "note:*", "1 2" },
+      { "note=''", "3" },
+      { "labels.env=''", "3" },
+      -- parts, and patterns with one *
+      { "note:PDQ", "1" },
+      { "note:abc*", "1" },
+      { "note:pdq*", "" },
+      { "note:*xyz", "1" },
+      { "note:a*z", "1" },
+      { "note:abc.pdq.xyz*", "1" },
+      { "name:train*", "1 2" },
+      { "name=eval", "3" },
+      { "name!=eval", "1 2" },
+      { "name=projects/p/locations/europe-west4-b/queuedResources/eval", "3" },
+      { "name.basename()=eval", "3" },
+      -- maps and lists
+      { "labels:team", "1" },
+      { "labels:vision", "1" },
+      { "tags:tpu-b", "1" },
+      { "tags[1]=tpu-b", "1" },
+      { "labels.'my-key'='A B'", "2" },
+      { "labels.my-key:a", "2" },
+      -- quotes
+      { [[note="say \"hi\""]], "2" },
+      { [[note='say "hi"']], "2" },
+      { "labels.'my-key'=A' 'B", "2" },
+      -- order
+      { "size<100", "1" },
+      { "size>=8", "1 2" },
+      { "size=8.0", "1" },
+      { "zone<us", "3" },
+      { "createTime>2026-11-29", "2 3" },
+      { "createTime<=2026-11-29T10:00:00Z", "1 2" },
+      { "createTime<2026-11-28T10:00", "" },
+      { "createTime>P36500D", "" },
+      { "createTime>-P36500D", "1 2 3" },
+      { "nothing<1", "" },
+      -- regular expressions
+      { "zone~^us", "1 2" },
+      { "zone ~ ^us AND -state:FAILED", "1" },
+      { "zone!~^us", "3" },
+      { "name~'train-(1|22)$'", "1 2" },
+      { "name~^train-[0-9]{2,3}$", "2" },
+      { "state.state~'ACTIVE|SUSPENDED'", "1 3" },
+      { "nothing~.", "" },
+      { "nothing!~.", "1 2 3" },
+      -- words
+      { "ACTIVE", "1" },
+      { "train", "1 2" },
+      { "-train", "3" },
+      { "train OR eval", "1 2 3" },
+    }) do
+      assert.equal(case[2], chosen(case[1]), case[1])
+    end
+  end)
 
   it("is refused with a mark under the place", function()
     for text, expected in pairs({
