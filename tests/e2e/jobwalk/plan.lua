@@ -19,6 +19,7 @@ local M = {}
 ---@field spot boolean
 ---@field events jobwalk.Event[] "kill" can only be the last: it fails the job, which is then given again
 ---@field save_every integer
+---@field late "lose"|"reset"|nil what strikes when all have finished, with nobody watching
 ---@field faults table[] as ciranda.sim takes them
 
 local SHAPES = {
@@ -80,6 +81,8 @@ function M.draw(seed, short)
   if chance:number() < 0.25 and not short then
     plan.events[#plan.events].kind = "kill"
   end
+  local late = pick(chance, { "lose", "reset", false, false })
+  plan.late = plan.runner == "gone" and not short and late or nil
   for _, entry in ipairs(FAULTS) do
     local there, probability = chance:number() < entry[1], chance:number() * entry[2].most
     if there then
@@ -107,13 +110,14 @@ function M.text(plan)
   for place, fault in ipairs(plan.faults) do
     faults[place] = ("%s %s %.3f"):format(fault.kind, fault.method, fault.probability)
   end
-  return ("%d x %s, runner %s%s%s; %s; %s"):format(
+  return ("%d x %s, runner %s%s%s; %s%s; %s"):format(
     plan.slices,
     plan.type,
     plan.runner,
     plan.autocheckpoint and ", autocheckpoint" or "",
     plan.spot and ", spot" or "",
     table.concat(events, ", "),
+    plan.late and ", at last " .. plan.late or "",
     #faults > 0 and table.concat(faults, ", ") or "nothing fails"
   )
 end

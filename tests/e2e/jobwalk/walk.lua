@@ -227,16 +227,12 @@ end
 
 local EVENTS = {}
 
-function EVENTS.maintain(walk, event)
-  walk:control("POST", ("nodes/%s:maintain"):format(walk:node(event.slice)), {})
-end
-
-function EVENTS.lose(walk, event)
-  walk:control("POST", ("nodes/%s:lose"):format(walk:node(event.slice)), {})
-end
-
-function EVENTS.preempt(walk, event)
-  walk:control("POST", ("nodes/%s:preempt"):format(walk:node(event.slice)), {})
+for _, action in ipairs({ "maintain", "lose", "preempt" }) do
+  EVENTS[action] = function(walk, event)
+    local path = ("nodes/%s:%s"):format(walk:node(event.slice), action)
+    local status, answer = walk:control("POST", path, {})
+    assert(status == 200, path .. ": " .. json.encode(answer))
+  end
 end
 
 function EVENTS.simulate(walk, event)
@@ -320,9 +316,9 @@ function Walk:ended(status, event)
   end
 end
 
---- An object of the bucket, as its bytes; "" when there is none.
+--- An object of the bucket, as its bytes; "" when there is none, or it does not come.
 function Walk:object(name)
-  local answer = http.request({
+  local ok, answer = pcall(http.request, {
     url = ("%s/storage/v1/b/%s/o/%s?alt=media"):format(
       self.simulator.url,
       BUCKET,
@@ -330,7 +326,30 @@ function Walk:object(name)
     ),
     timeout = 60,
   })
-  return answer.status == 200 and answer.body or ""
+  return ok and answer.status == 200 and answer.body or ""
+end
+
+--- All have finished, and then a machine is lost, or all are reset, before the queued resource can be deleted.
+function Walk:strike_late()
+  self.at = "after the end, " .. self.plan.late
+  local fault = { kind = "error", method = "queuedResources.delete", status = "UNAVAILABLE", probability = 1 }
+  self:control("POST", "faults", fault)
+  fs.write(self.enough, "", { sync = false })
+  local function all(what, object, text)
+    self:wait(what, function()
+      for _, place in ipairs(self:places()) do
+        local name = object .. "_slice_" .. place:gsub("%.", "_worker_")
+        if not self:object(name):find(text, 1, true) then
+          return false
+        end
+      end
+      return true
+    end)
+  end
+  all("all have finished", "status", '"status":0,')
+  EVENTS[self.plan.late](self, { slice = 0, worker = 0 })
+  all("nobody runs it again", "main_command_log", "it is not run again")
+  self:control("DELETE", "faults")
 end
 
 --- Processes that are left of the workers'.
@@ -378,8 +397,11 @@ function Walk:look()
     if not status:find('"status":0,', 1, true) then
       self:problem("%s: the status in the bucket is %q", place, status)
     end
-    if not log:find("multihost_job finished main command on [^\n]* with exit status 0%.\n") then
+    local after = log:match("multihost_job finished main command on [^\n]* with exit status 0%.\n(.*)$")
+    if not after then
       self:problem("%s: the log does not say that it finished", place)
+    elseif after:find("multihost_job attempt ", 1, true) and self:cuts(-1) == 0 then
+      self:problem("%s: it was run again after it had finished", place)
     end
     local cut = 0
     for number, attempt in ipairs(attempts) do
@@ -444,11 +466,15 @@ function Walk:run()
   end
   self.at = "the end"
   self:train(2, before)
-  fs.write(self.enough, "", { sync = false })
+  if self.plan.late then
+    self:strike_late()
+  else
+    fs.write(self.enough, "", { sync = false })
+  end
   self:ended(0)
   local gone = uv.hrtime() / 1e9
   local figures = self:look()
-  figures.idle = self.trained and gone - self.trained or 0
+  figures.idle = self.trained and not self.plan.late and gone - self.trained or 0
   if figures.idle > IDLE_LIMIT then
     self:problem("the chips were idle for %.0f s", figures.idle)
   end
