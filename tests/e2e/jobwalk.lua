@@ -16,7 +16,7 @@ local SHORT = os.getenv("CIRANDA_SHORT") ~= nil
 local COUNT = math.tointeger(tonumber(os.getenv("CIRANDA_WALKS") or (SHORT and 4 or 100)))
 local SEED = math.tointeger(tonumber(os.getenv("CIRANDA_SEED") or os.time()))
 local AT_ONCE = math.tointeger(tonumber(os.getenv("CIRANDA_AT_ONCE") or 5))
-local LIMIT = 900 -- s, for one walk
+local LIMIT = 1800 -- s, for one walk
 
 local function say(format, ...)
   io.stderr:write(string.format(format, ...), "\n")
@@ -34,7 +34,10 @@ local function main()
     local text = plans.text(plan)
     local started = uv.hrtime()
     local root = ("%s/%d"):format(SCRATCH, seed)
-    local figures, problems, explanation = task.timeout(LIMIT, walks.run, plan, root, text)
+    local ok, figures, problems, explanation = pcall(task.timeout, LIMIT, walks.run, plan, root, text)
+    if not ok then
+      figures, problems = {}, { tostring(figures) }
+    end
     say("seed %d, %.0f s: %s", seed, (uv.hrtime() - started) / 1e9, text)
     if #problems > 0 then
       table.insert(total.failed, seed)
@@ -44,7 +47,7 @@ local function main()
         seed,
         SHORT and " CIRANDA_SHORT=1" or ""
       )
-      say("  %s\n%s", table.concat(problems, "\n  "), explanation)
+      say("  %s\n%s", table.concat(problems, "\n  "), explanation or "")
     end
     for _, event in ipairs(plan.events) do
       total.events[event.kind] = (total.events[event.kind] or 0) + 1
