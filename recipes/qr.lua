@@ -181,7 +181,12 @@ function run.delete(context, tpu)
     journal:intent("object", { kind = "queued_resource", name = flags.NAME, phase = "deleting" })
   end
   if not qr:delete({ force = flags.force }) then
-    context.progress:say("There is no queued resource %s", flags.NAME)
+    context.progress:say(
+      "There is no queued resource %s in zone %s of project %s",
+      flags.NAME,
+      tpu.zone,
+      tpu.project
+    )
   elseif flags.async then
     context.progress:say("%s is being deleted", flags.NAME)
     return

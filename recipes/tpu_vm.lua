@@ -200,7 +200,7 @@ function run.delete(context, tpu)
   end
   local operation = tpu:delete_node(name)
   if not operation then
-    context.progress:say("There is no node %s", name)
+    context.progress:say("There is no node %s in zone %s of project %s", name, tpu.zone, tpu.project)
   elseif context.flags.async then
     context.progress:say("%s is being deleted", name)
     return

@@ -486,8 +486,16 @@ function Journal:close(status, kind)
   end
 end
 
-function Journal:__close()
-  self:close()
+--- How a run whose recipe has raised an error ended, as the command line says it.
+local FAILED = { usage = 2, deadline = 124 }
+
+function Journal:__close(problem)
+  local code = err.is(problem) and problem.code
+  if problem == nil or code == "cancelled" or code == "interrupted" then
+    self:close()
+  else
+    self:close(FAILED[code] or 1, FAILED[code] and code or "failed")
+  end
 end
 
 function Journal:__gc()

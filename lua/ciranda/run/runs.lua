@@ -97,6 +97,7 @@ function M.standing(name, now)
   end
   table.sort(objects)
   local how = state_of(state, breathed, now or os.time())
+  local over = how ~= "running" and how ~= "detached"
   return {
     name = name,
     recipe = state.recipe,
@@ -106,8 +107,8 @@ function M.standing(name, now)
     command = last and last.command,
     workers = last and type(last.workers) == "table" and #last.workers or nil,
     attempts = #state.attempts,
-    status = how ~= "running" and ended and ended.status or nil,
-    kind = how ~= "running" and ended and ended.kind or nil,
+    status = over and ended and ended.status or nil,
+    kind = over and ended and ended.kind or nil,
     began = state.first_us and state.first_us / 1e6,
     breathed = breathed,
     objects = json.array(objects),

@@ -101,9 +101,15 @@ describe("recipes on the simulated cloud", function()
     result = ciranda("qr", "delete", "q1")
     assert.equal(0, result.code, result.err)
     assert.is_nil(state_of("q1"))
-    assert.matches("There is no queued resource", ciranda("qr", "delete", "q1").err, 1, true)
+    assert.matches(
+      "There is no queued resource q1 in zone us-west4-a of project ",
+      ciranda("qr", "delete", "q1").err,
+      1,
+      true
+    )
     result = ciranda("qr", "create", "q2", "--accelerator-type=v9-4")
     assert.equal(2, result.code)
+    assert.equal("2\tusage\n", ciranda("runs", "--filter=name=q2", "--format=value(status,kind)").out)
     result = ciranda("qr", "crate", "q2")
     assert.equal(2, result.code)
     assert.matches("none of create, list", result.err, 1, true)
