@@ -247,7 +247,8 @@ function Attempt:ask_guard(arguments, options, path, with_status)
     local function words(text)
       return ("%s %s $CIRANDA_GUARD_OPTIONS"):format(self.guard_path, text:format(path or self.path))
     end
-    local line = "exec " .. words(arguments)
+    -- The guard answers a stop when all has ended; that it was asked is told by the shell.
+    local line = (options.on_stderr and "echo asked >&2; " or "") .. "exec " .. words(arguments)
     if with_status then
       line = ("%s; code=$?; %s >&2; exit $code"):format(words(arguments), words("status %s"))
     end
@@ -539,12 +540,14 @@ end
 ---@param grace number seconds
 ---@param reason string kept in the record
 ---@return table? record
+---@param on_told fun()? the request has reached the worker: it is carried out whatever becomes of this program
 -- Raises "lost" when the worker does not answer, "failed" when something is left after the KILL.
-function Attempt:stop(grace, reason)
+function Attempt:stop(grace, reason, on_told)
   local words = reason:gsub("[^%w%s_.:,()-]", ""):sub(1, 100)
   local answer = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
     return self:ask_guard(('stop %%s --grace %.3f --reason "%s"'):format(grace, words), {
       timeout = grace + SHORT,
+      on_stderr = on_told,
     })
   end)
   return reply(answer.stdout)

@@ -66,6 +66,7 @@ local STAGE_COMPANY = 2
 ---@field tail string[] pieces of its log's end
 ---@field tail_size integer
 ---@field outcome ciranda.run.Outcome?
+---@field told boolean? it has been asked to stop
 
 ---@class ciranda.run.Gang
 ---@field members ciranda.run.GangMember[]
@@ -73,8 +74,9 @@ local STAGE_COMPANY = 2
 ---@field started boolean
 ---@field skew { seconds: number, error: number, first: ciranda.Worker, last: ciranda.Worker }? how far apart the
 ---  workers started, by their clocks
----@field stopping { grace: number, reason: string, at: number, wall: number, asked: boolean }? at: monotonic, wall:
----  since 1970, of the first request
+---@field stopping { grace: number, reason: string, at: number, wall: number, asked: boolean,
+---  told: ciranda.task.Event }?
+---  at: monotonic, wall: since 1970, of the first request; told: all have been asked, or could not be
 local Gang = {}
 Gang.__index = Gang
 
@@ -384,12 +386,28 @@ end
 ---@param reason string
 ---@return table<ciranda.Worker, string> problems workers that could not be asked
 function Gang:stop_all(grace, reason)
-  local problems = {}
+  local problems, told = {}, self.stopping and self.stopping.told
+  local pending, left = {}, #self.members
+  for _, member in ipairs(self.members) do
+    pending[member] = true
+  end
+  local function settled(member)
+    if pending[member] then
+      pending[member], left = nil, left - 1
+    end
+    if left == 0 and told then
+      told:set()
+    end
+  end
   task.map(self.members, function(member)
     if member.outcome then
-      return
+      return settled(member)
     end
-    local ok, problem = pcall(member.attempt.stop, member.attempt, grace, reason)
+    local ok, problem = pcall(member.attempt.stop, member.attempt, grace, reason, function()
+      member.told = true
+      settled(member)
+    end)
+    settled(member)
     if not ok then
       if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
         error(problem, 0)
@@ -411,7 +429,7 @@ function Gang:stop(grace, reason)
   end
   local seconds, microseconds = uv.gettimeofday()
   local wall = self.stopping and self.stopping.wall or seconds + microseconds / 1e6
-  self.stopping = { grace = grace, reason = reason, at = at, wall = wall, asked = false }
+  self.stopping = { grace = grace, reason = reason, at = at, wall = wall, asked = false, told = task.event() }
   self.changed:set()
 end
 

@@ -10,6 +10,7 @@ local gangs = require("ciranda.run.gang")
 local hooks = require("ciranda.run.hooks")
 local leases = require("ciranda.run.lease")
 local logs_of = require("ciranda.run.logs")
+local nodeset = require("ciranda.provider.nodeset")
 local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
 local report = require("ciranda.run.report")
@@ -31,6 +32,9 @@ local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 local ANSWER_LASTS = 10
 --- Seconds that asking for it may take.
 local ASK_NODE = 15
+
+--- Seconds that a runner which leaves takes to tell every worker of the stop.
+local TELL_STOP = 20
 
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
@@ -63,6 +67,7 @@ function M.new(options, journal, id)
     request = {},
     node_states = {},
     wake = task.event(),
+    at_once = task.event(),
     running = false,
   }, Round)
   round.steps = steps.new({
@@ -132,6 +137,9 @@ function Round:signalled(name)
   elseif not self.running then
     return false
   elseif name == "SIGHUP" or (STOPPED[name] and self.request.stop) then
+    if self.request.detach then
+      self.at_once:set()
+    end
     self.request.detach = name
   elseif STOPPED[name] then
     self.request.stop = name
@@ -280,6 +288,58 @@ function Round:stop_state(gang)
   return report.stop_state(word, rows, uv.hrtime() / 1e9 - gang.stopping.at)
 end
 
+--- Before a runner leaves in the middle of a stop, every worker is to know of it: waits until they have been told, for
+--- a while, and for one more signal at most.
+---@private
+---@async
+---@param gang ciranda.run.Gang
+---@param finished ciranda.task.Event
+---@return ciranda.Worker[] untold
+function Round:leave_stop(gang, finished)
+  if not gang.stopping.told:is_set() then
+    self:say("Leaving as soon as every worker has been told to stop; once more to leave without that")
+    task.race({
+      function()
+        task.sleep(TELL_STOP)
+      end,
+      function()
+        gang.stopping.told:wait()
+        task.sleep(1) -- the shell has told that it was asked, and makes room for the program that does it
+      end,
+      function()
+        self.at_once:wait()
+      end,
+      function()
+        finished:wait()
+      end,
+    })
+  end
+  local untold = {}
+  for _, member in ipairs(gang.members) do
+    if not member.outcome and not member.told then
+      untold[#untold + 1] = member.worker
+    end
+  end
+  return untold
+end
+
+--- The result of a runner that leaves.
+---@private
+---@param gang ciranda.run.Gang
+---@param untold ciranda.Worker[]? when it leaves a stop
+---@return ciranda.run.LaunchResult
+function Round:detached(gang, untold)
+  local run, message = self.options.run
+  if not gang.stopping then
+    message = "Detached: the job goes on on the workers. `ciranda attach %s` takes it up again."
+  elseif #untold == 0 then
+    message = "Detached: the stop goes on on the workers. `ciranda attach %s` sees its end."
+  else
+    message = "Detached: " .. nodeset.fold(untold) .. " could not be told to stop. `ciranda stop %s` does it."
+  end
+  return { status = DETACHED, kind = "detached", message = message:format(run) }
+end
+
 --- Watches the gang, the platform's notices and the runner's signals.
 ---@private
 ---@return ciranda.run.LaunchResult
@@ -322,15 +382,13 @@ function Round:watch(gang)
     if what == "finished" then
       break
     elseif what == "detach" then
+      local untold = gang.stopping and self:leave_stop(gang, finished)
+      if finished:is_set() then
+        break
+      end
       watching:cancel("detached")
       end_aside()
-      return {
-        status = DETACHED,
-        kind = "detached",
-        message = ("Detached: the job goes on on the workers. `ciranda attach %s` takes it up again."):format(
-          options.run
-        ),
-      }
+      return self:detached(gang, untold)
     elseif what == "save" then
       self.request.save = false
       beside(require("ciranda.run.save_on_demand").save, gang, self.steps, function(...)

@@ -1,3 +1,4 @@
+local attempt_of = require("ciranda.run.attempt")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
 local task = require("ciranda.task")
@@ -203,7 +204,64 @@ describe("run.launch", function()
       },
     })
     assert.same({ 129, "detached" }, { result.status, result.kind })
-    assert.matches("ciranda attach r1", result.message, 1, true)
+    assert.matches("the stop goes on on the workers. `ciranda attach r1`", result.message, 1, true)
+    -- All have been told before the runner left: they are killed when the grace is over.
+    task.timeout(30, function()
+      for _, machine in pairs(machines) do
+        repeat
+          task.sleep(0.05)
+          local running = false
+          for _, line in pairs(machine:processes()) do
+            running = running or line:find("sleep 60", 1, true) ~= nil
+          end
+        until not running
+      end
+    end)
+  end)
+
+  it("says whom it has not told to stop when it leaves without that", function()
+    local new, told = attempt_of.new, 0
+    attempt_of.new = function(spec)
+      local one = new(spec)
+      function one:stop(grace, reason, on_told)
+        if spec.worker.slice == 1 then
+          task.sleep(3600) -- a machine that does not answer
+        end
+        return getmetatable(self).stop(self, grace, reason, function()
+          on_told()
+          told = told + 1
+        end)
+      end
+      return one
+    end
+    local _ <close> = setmetatable({}, {
+      __close = function()
+        attempt_of.new = new
+      end,
+    })
+    local options = settings("echo up; sleep 60")
+    local result = run_with(options, {
+      { when = log_has(0, 0, "up"), act = signal("SIGINT") },
+      {
+        when = function()
+          return text():find("SIGINT: TERM to every worker", 1, true) ~= nil
+        end,
+        act = signal("SIGINT"),
+      },
+      {
+        when = function()
+          return told == 2 and text():find("once more to leave without that", 1, true) ~= nil
+        end,
+        act = signal("SIGINT"),
+      },
+    })
+    assert.equal(129, result.status)
+    assert.matches(
+      "slice1/worker[0-1] could not be told to stop. `ciranda stop r1` does it",
+      result.message,
+      1,
+      true
+    )
   end)
 
   it("says not saved of one that leaves with 0 without a save", function()
