@@ -51,8 +51,8 @@ static void terminate(cir_guard *guard, const cir_proc *proc, cir_wave wave) {
     guard->state->untracked++; /* the KILL at the end of the grace is for it */
     return;
   }
-  memcpy(target->exe, proc->exe,
-         sizeof target->exe); /* the leader may have become another program */
+  /* The leader may have become another program. */
+  memcpy(target->exe, proc->exe, sizeof target->exe);
   target->look = cir_look(proc->pid);
   target->signalled_at = cir_wall();
   target->delivery = -1;

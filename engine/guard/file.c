@@ -32,10 +32,7 @@ void cir_add(cir_text *text, const char *format, ...) {
 void cir_add_string(cir_text *text, const char *string) {
   cir_add(text, "\"");
   for (const unsigned char *c = (const unsigned char *)string; *c; c++)
-    if (*c == '"' || *c == '\\' || *c < 0x20 || *c > 0x7e)
-      cir_add(text, "\\u%04x", *c);
-    else
-      cir_add(text, "%c", *c);
+    cir_add(text, strchr("\"\\", *c) || *c < 0x20 || *c > 0x7e ? "\\u%04x" : "%c", *c);
   cir_add(text, "\"");
 }
 

@@ -57,10 +57,9 @@ int cir_follow(const cir_options *options) {
     int result = copy(log, &offset, state ? &state->log_first : &kept_then);
     if (result != CIR_OK || enough)
       return result;
-    if (lost && access("exit", F_OK) != 0) {
-      cir_fail("the guard of %s is gone: `adopt` or `stop` it", options->directory);
-      return CIR_LOST;
-    }
+    if (lost && access("exit", F_OK) != 0)
+      return cir_refuse(CIR_LOST, "the guard of %s is gone: `adopt` or `stop` it",
+                        options->directory);
     if (offset > before)
       grew = cir_now();
     if (options->idle >= 0 && cir_now() - grew >= options->idle)

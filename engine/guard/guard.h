@@ -118,6 +118,7 @@ typedef struct {
 
 /* file.c: messages, text, small files, clocks */
 int cir_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+#define cir_refuse(status, ...) (cir_fail(__VA_ARGS__), (status)) /* with a status of its own */
 void cir_add(cir_text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void cir_add_string(cir_text *text, const char *string);
 void *cir_room(void *list, size_t count, size_t *size, size_t each);

@@ -21,8 +21,8 @@ int cir_log_open(cir_guard *guard) {
   guard->log = open("log", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (guard->output < 0 || guard->log < 0)
     return -1;
-  fcntl(guard->output, F_SETPIPE_SZ,
-        1 << 20); /* room while another guard takes over; refused is fine */
+  /* Room while another guard takes over; refused is fine. */
+  fcntl(guard->output, F_SETPIPE_SZ, 1 << 20);
   guard->state->log_size = lseek(guard->log, 0, SEEK_END);
   guard->state->log_grew = cir_now();
   return 0;

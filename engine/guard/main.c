@@ -49,12 +49,11 @@ static bool set_option(cir_options *options, const char *name, const char *value
     *known[i].number = good ? (int64_t)number : 0;
     return good;
   }
-  for (int m = CIR_UNKNOWN; m <= CIR_AUTO && strcmp(name, "--method") == 0; m++)
-    if (strcmp(value, methods[m]) == 0) {
-      options->method = (cir_source)m;
-      return true;
-    }
-  return false;
+  int method = strcmp(name, "--method") == 0 ? CIR_UNKNOWN : CIR_AUTO + 1;
+  while (method <= CIR_AUTO && strcmp(value, methods[method]) != 0)
+    method++;
+  options->method = method <= CIR_AUTO ? (cir_source)method : options->method;
+  return method <= CIR_AUTO;
 }
 
 int main(int argc, char **argv) {
@@ -85,10 +84,9 @@ int main(int argc, char **argv) {
       snprintf(options.word, CIR_WORD, "%s", at < argc ? argv[at++] : "");
     while (at + 1 < argc && set_option(&options, argv[at], argv[at + 1]))
       at += 2;
-    if (at < argc) {
-      cir_fail("%s: not an option with a value: \"%s\" (see --help)", argv[1], argv[at]);
-      return CIR_USAGE;
-    }
+    if (at < argc)
+      return cir_refuse(CIR_USAGE, "%s: not an option with a value: \"%s\" (see --help)", argv[1],
+                        argv[at]);
     if (chdir(options.directory) != 0)
       return cir_fail("cannot enter the attempt directory %s: %m", options.directory);
     return commands[i].function(&options);

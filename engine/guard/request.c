@@ -106,6 +106,7 @@ int cir_stop(const cir_options *options) {
     int wake = open("wake", O_WRONLY | O_NONBLOCK | O_CLOEXEC);
     dprintf(wake, "w"); /* and without: the guard looks every few seconds */
     close(wake);
+    fputs("asked\n", stderr); /* whatever becomes of this process, the guard carries it out */
   }
   int64_t end = cir_now() + options->grace + 15000;
   while (state && access("exit", F_OK) != 0 && cir_guarded() && cir_now() < end)
@@ -136,10 +137,9 @@ int cir_ask_signal(const cir_options *options) {
   snprintf(name, sizeof name, " %.8s ", word);
   const char *at = strcasestr(names, name);
   long number = at ? (at - names) / 7 + 1 : strtol(word, &end, 10);
-  if (!*word || *end || number < 1 || number > SIGSYS || number == SIGTERM) {
-    cir_fail("signal: \"%s\" is no signal's name or number; TERM is sent by `stop`", options->word);
-    return CIR_USAGE;
-  }
+  if (!*word || *end || number < 1 || number > SIGSYS || number == SIGTERM)
+    return cir_refuse(CIR_USAGE, "signal: \"%s\" is no name or number; TERM is sent by `stop`",
+                      options->word);
   cir_state *state = running();
   if (!state)
     return cir_fail("%s: not running", options->directory);

@@ -35,12 +35,10 @@ static int prepare(const char *directory, staged *start) {
   start->environment = cir_read("environment", &start->environment_size);
   if (!start->environment && errno != ENOENT)
     return cir_fail("cannot read %s/environment: %m", directory);
-  const char *variable = start->environment;
-  for (; variable && variable < start->environment + start->environment_size;
-       variable += strlen(variable) + 1)
-    if (!strchr(variable, '=') || *variable == '=')
-      return cir_fail("%s/environment: the entry at byte %td is not VARIABLE=VALUE and a NUL byte",
-                      directory, variable - start->environment);
+  for (size_t at = 0; at < start->environment_size; at += strlen(start->environment + at) + 1)
+    if (!strchr(start->environment + at, '=') || start->environment[at] == '=')
+      return cir_fail("%s/environment: the entry at byte %zu is not VARIABLE=VALUE and a NUL byte",
+                      directory, at);
   start->shell = cir_first_line("shell");
   if (!start->shell || !*start->shell)
     start->shell = strdup(shell && shell[0] == '/' ? shell : "/bin/sh");
@@ -71,10 +69,9 @@ static int claim(const char *directory, staged *start, int *lock) {
       return -cir_fail("another process holds the lock of %s", directory);
     cir_nap(5);
   }
-  if (mkdir("started", 0700) == 0)
-    return 1;
-  if (errno == EEXIST)
-    return 0;
+  bool made = mkdir("started", 0700) == 0;
+  if (made || errno == EEXIST)
+    return made;
   return -cir_fail("cannot make %s/started: %m; nothing was started", directory);
 }
 
@@ -131,10 +128,11 @@ static void detach(cir_guard *guard) {
 
 /* Become the command when the guard says go, in the leader. What fails is left in the shared state.
  */
-static void become_command(cir_state *state, const staged *start, int go, int output) {
+static void become_command(cir_state *state, const staged *start, const int go[2], int output) {
   char byte;
   sigset_t none;
-  if (read(go, &byte, 1) != 1)
+  close(go[0]);
+  if (read(go[1], &byte, 1) != 1)
     _exit(127); /* the guard is gone, and has not noted this process: nothing may run */
   setsid();
   umask(start->mask);
@@ -160,10 +158,8 @@ static void start_leader(cir_guard *guard, const staged *start) {
   int go[2], output = open("output", O_RDWR | O_CLOEXEC);
   pid_t leader =
       output >= 0 && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go) == 0 ? fork() : -1;
-  if (leader == 0) {
-    close(go[0]);
-    become_command(state, start, go[1], output);
-  }
+  if (leader == 0)
+    become_command(state, start, go, output);
   bool noted = false;
   if (leader > 0) {
     char line[200];
@@ -272,9 +268,8 @@ int cir_adopt(const cir_options *options) {
   if (!there || strcmp(there->boot_id, boot_id) != 0) {
     close(guard.lock);
     cir_status(options);
-    cir_fail("%s is lost: %s", options->directory,
-             there ? "the machine was started again" : strerror(errno));
-    return CIR_LOST;
+    return cir_refuse(CIR_LOST, "%s is lost: %s", options->directory,
+                      there ? "the machine was started again" : strerror(errno));
   }
   if (set_up(&guard, options, false) != CIR_OK)
     return CIR_FAILED;

@@ -76,15 +76,13 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
     proc->alive = end[2] != 'Z' && end[2] != 'X';
     snprintf(proc->exe, sizeof proc->exe, "%.33s", comm + 1);
     char *at = end + 3;
-    for (int field = 4; field <= 52 && *at; field++) {
-      unsigned long long value = strtoull(at, &at, 10);
-      if (field == 4)
-        proc->parent = (pid_t)value;
-      else if (field == 22)
-        proc->start = value;
-      else if (field == 52 && exit_status)
-        *exit_status = proc->alive ? -1 : (int)value;
-    }
+    unsigned long long fields[53] = {0}; /* as proc(5) numbers them */
+    for (int field = 4; field <= 52 && *at; field++)
+      fields[field] = strtoull(at, &at, 10);
+    proc->parent = (pid_t)fields[4];
+    proc->start = fields[22];
+    if (exit_status)
+      *exit_status = proc->alive ? -1 : (int)fields[52];
   }
   free(stat);
   return good;

@@ -247,8 +247,7 @@ function Attempt:ask_guard(arguments, options, path, with_status)
     local function words(text)
       return ("%s %s $CIRANDA_GUARD_OPTIONS"):format(self.guard_path, text:format(path or self.path))
     end
-    -- The guard answers a stop when all has ended; that it was asked is told by the shell.
-    local line = (options.on_stderr and "echo asked >&2; " or "") .. "exec " .. words(arguments)
+    local line = "exec " .. words(arguments)
     if with_status then
       line = ("%s; code=$?; %s >&2; exit $code"):format(words(arguments), words("status %s"))
     end
@@ -544,10 +543,18 @@ end
 -- Raises "lost" when the worker does not answer, "failed" when something is left after the KILL.
 function Attempt:stop(grace, reason, on_told)
   local words = reason:gsub("[^%w%s_.:,()-]", ""):sub(1, 100)
+  -- The guard answers when all has ended, and says on standard error that it knows.
+  local said = ""
+  local function hear(bytes)
+    said = said .. bytes
+    if said:find("asked\n", 1, true) then
+      on_told()
+    end
+  end
   local answer = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
     return self:ask_guard(('stop %%s --grace %.3f --reason "%s"'):format(grace, words), {
       timeout = grace + SHORT,
-      on_stderr = on_told,
+      on_stderr = on_told and hear,
     })
   end)
   return reply(answer.stdout)

@@ -304,7 +304,6 @@ function Round:leave_stop(gang, finished)
       end,
       function()
         gang.stopping.told:wait()
-        task.sleep(1) -- the shell has told that it was asked, and makes room for the program that does it
       end,
       function()
         self.at_once:wait()
