@@ -178,6 +178,20 @@ def inner_killed_in_stop(attempt):
 
 
 @case
+def stop_killed(attempt):
+    """SIGKILL of `stop` once it has said that the guard knows: the attempt is stopped all the same."""
+    attempt.run(attempt.cmd(500, 13) + "; true", "--linger", "0.2")
+    attempt.wait_ready()
+    stop = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"],
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert stop.stderr.readline() == b"asked\n"
+    stop.kill()
+    stop.communicate(timeout=20)
+    record = attempt.record()
+    assert record["stopped"] and record["status"] == 13, record
+
+
+@case
 def outer_killed(attempt):
     """SIGKILL of the outer guard alone changes nothing."""
     attempt.run(attempt.cmd(200, 12) + "; true")

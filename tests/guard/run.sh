@@ -47,6 +47,14 @@ both() {
   count "$@" python3 "$place/matrix.py" "$place/ciranda-guard" "$place/ciranda-guard-child"
 }
 
+lines=$(cat engine/guard/*.[ch] | grep -cvE '^[[:space:]]*(/?\*|$)')
+if [ "$lines" -lt 1500 ]; then
+  echo "ok   $lines lines of code"
+  passed=$((passed + 1))
+else
+  echo "FAIL $lines lines of code: the limit is 1,500, comments and blank lines not counted"
+  failed=$((failed + 1))
+fi
 both env
 count python3 "$place/matrix.py" "$place/ciranda-guard" "$place/ciranda-guard-child" \
   --method ptrace,pidfd,wait,unknown --device no

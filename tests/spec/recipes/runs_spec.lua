@@ -147,11 +147,10 @@ describe("runs, logs and stop", function()
     local more, over = place.root .. "/more", place.root .. "/over"
     local running = place:start("multihost_runner", {
       "--RUN_NAME=" .. run,
-      ("--COMMAND=echo one; until [ -e %s ]; do sleep 0.1; done;"
-        .. " seq 30000; until [ -e %s ]; do sleep 0.1; done; "):format(
-        more,
-        over
-      ) .. "echo end",
+      (
+        "--COMMAND=echo one; until [ -e %s ]; do sleep 0.1; done;"
+        .. " seq 30000; until [ -e %s ]; do sleep 0.1; done; "
+      ):format(more, over) .. "echo end",
     })
     for slice = 0, workers - 1 do
       place:log_has(run, slice, 0, "one\n")
