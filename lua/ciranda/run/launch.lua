@@ -303,7 +303,7 @@ local function continue(options, journal, result)
     __close = function()
       keeper:cancel("the run is over")
       if idle and result.kind ~= "detached" then
-        lease:release(links_of(options.fleet))
+        lease:release(links_of(options.fleet), options.unconnected)
       end
       if options.fleet ~= given then
         options.fleet:close()
@@ -425,6 +425,8 @@ function M.attach(options)
   mine.use_existing = mine.bundle == nil
   local result
   if last.ended then
+    -- That runner had the workers, and this one has no connection to any yet.
+    mine.unconnected = true
     result = {
       status = last.ended.status,
       kind = last.ended.kind,

@@ -242,10 +242,10 @@ function Lease:look(link)
   return holders
 end
 
---- Runs a short script on every connection that is open; what fails is left to time.
-local function on_open(links, script, seconds)
+--- Runs a short script on every connection that is open, or on all; what fails is left to time.
+local function on_open(links, script, seconds, all)
   task.map(links, function(link)
-    if not link:connected() then
+    if not all and not link:connected() then
       return
     end
     local ok, problem = pcall(task.timeout, seconds, link.use, link, function(connection)
@@ -265,8 +265,9 @@ end
 
 --- Gives the workers back that are connected; the leases on others expire. Leaves the leases of other runs alone.
 ---@param links ciranda.fleet.Link[]
-function Lease:release(links)
-  on_open(links, worker_script.fill(RELEASE_SCRIPT, self:values("take")), RELEASE)
+---@param all boolean? those that are not connected, too
+function Lease:release(links, all)
+  on_open(links, worker_script.fill(RELEASE_SCRIPT, self:values("take")), all and 3 * RELEASE or RELEASE, all)
 end
 
 return M

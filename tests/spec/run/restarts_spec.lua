@@ -1,7 +1,9 @@
 -- Runs of several attempts: on machines that are directories, with the stand-in trainer.
 local fleet = require("ciranda.fleet")
+local fs = require("ciranda.io.fs")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
+local leases = require("ciranda.run.lease")
 local task = require("ciranda.task")
 local uv = require("luv")
 
@@ -282,6 +284,38 @@ describe("run.launch with several attempts", function()
     local ok, problem = pcall(launch.attach, attach)
     assert.is_false(ok)
     assert.matches("run r1 has ended: done", problem.message, 1, true)
+  end)
+
+  it("attach gives the workers back where a runner was killed after its command had ended", function()
+    local function leased()
+      local count = 0
+      for _, machine in pairs(machines) do
+        count = count + (uv.fs_stat(machine.home .. "/ciranda_lease.tester") and 1 or 0)
+      end
+      return count
+    end
+    -- That runner came neither to the leases nor to how the run has ended.
+    local Lease = getmetatable(leases.new("r1"))
+    local release = Lease.release
+    Lease.release = function() end
+    local options = settings("true")
+    local ok, problem = pcall(launch.run, options)
+    Lease.release = release
+    assert(ok, problem)
+    local path = journal.path("r1")
+    local text_before = fs.read(path)
+    local before, left = text_before:match('^(.*\n)([^\n]*"left"[^\n]*\n)$')
+    fs.write(path, before .. left:gsub(',"kind":"done"', ""):gsub('"kind":"done",', ""))
+    assert.equal(2, leased())
+    local result = launch.attach({
+      run = "r1",
+      connect_options = { connect = connect, retry_for = 2 },
+      progress = options.progress,
+      json = true,
+      on_interrupt = options.on_interrupt,
+    })
+    assert.same({ 0, "done" }, { result.status, result.kind }, text())
+    assert.equal(0, leased())
   end)
 
   it("a hook that has the machines made again returns true, and they are waited for once more", function()
