@@ -143,11 +143,11 @@ static bool load_module(lua_State *L, const char *name) {
     size = module->chunk.size;
     room = malloc(size);
     if (room == NULL)
-      luaL_error(L, "out of memory");
+      return luaL_error(L, "out of memory");
   }
   if (cir_embedded_unpack(&module->chunk, room) != 0) {
     free(room);
-    luaL_error(L, "%s", DAMAGED);
+    return luaL_error(L, "%s", DAMAGED);
   }
   status = luaL_loadbufferx(L, room, module->chunk.size, chunk_name, "bt");
   free(rt->room);
