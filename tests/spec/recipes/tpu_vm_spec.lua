@@ -120,10 +120,10 @@ describe("tpu_vm", function()
       ["none of create, list"] = { "remove", "x" },
       ["which node? ciranda tpu_vm stop NAME"] = { "stop" },
       ["--spot is for create"] = { "delete", "x", "--spot" },
-      ["takes json or value(FIELD,...)"] = { "list", "--format=yaml" },
+      ["it takes json, value(FIELD,...)"] = { "list", "--format=yaml" },
       ["node-count"] = { "create", "x", "--node-count=2" },
       ["v5litepod-5"] = { "create", "x", "--accelerator-type=v5litepod-5" },
-      ["is not understood"] = { "list", "--filter=state=READY OR state=STOPPED" },
+      ["AND and OR together need parentheses"] = { "list", "--filter=a=1 AND b=2 OR c=3" },
     }) do
       local result = cloud:run("tpu_vm", table.unpack(arguments))
       assert.equal(2, result.code, want .. ": " .. result.err)

@@ -1,3 +1,4 @@
+local engine = require("ciranda.core.engine")
 local journal = require("ciranda.run.journal")
 local json = require("ciranda.io.json")
 local task = require("ciranda.task")
@@ -210,7 +211,6 @@ describe("run.journal", function()
       local script = [[
         ulimit -f 1
         trap '' XFSZ
-        export LUA_PATH="lua/?.lua;lua/?/init.lua;;"
         exec "$@"
       ]]
       local child = [[
@@ -230,7 +230,8 @@ describe("run.journal", function()
       local file = assert(io.open(source, "w"))
       file:write(child)
       file:close()
-      local pipe = io.popen(("bash -c '%s' bash lua5.4 '%s' 2>&1"):format(script:gsub("'", "'\\''"), source))
+      local line = "bash -c '%s' bash '%s' '%s' 2>&1"
+      local pipe = io.popen(line:format(script:gsub("'", "'\\''"), engine.executable, source))
       local output = pipe:read("a")
       pipe:close()
       assert.matches("no_space", output)
