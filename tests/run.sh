@@ -38,8 +38,9 @@ count() {
   cat "$scratch/output"
   line=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$scratch/output" | tail -n 1)
   grep -E '^SKIP: ' "$scratch/output" | sed "s|^|$title: |" >>"$scratch/skips"
-  # Blocks of the specs, and lines of the guard's tests.
-  sed -n '/^\(FAILED\|ERROR\)  */,/^$/p; /^FAIL /p' "$scratch/output" >"$scratch/blocks"
+  # The first lines of each failed spec, which the time that its file took ends, and of the guard's tests.
+  awk '/^(FAILED|ERROR)  */ { left = 25 } /^[0-9.]+ s$/ { left = 0 } left-- > 0 || /^FAIL /' \
+    "$scratch/output" >"$scratch/blocks"
   if [ -z "$line" ]; then
     tail -n 40 "$scratch/output" >"$scratch/blocks"
     fail "$title: no closing line (exit status $status)" <"$scratch/blocks"
