@@ -187,6 +187,23 @@ function M.startup_script(script, option)
   end
 end
 
+--- Refuse keys that a table inside an option does not have.
+---@param value table
+---@param option string
+---@param names table<string, true>
+function M.keys(value, option, names)
+  for key in pairs(value) do
+    if not names[key] then
+      local list = {}
+      for name in pairs(names) do
+        list[#list + 1] = name
+      end
+      table.sort(list)
+      refuse(option, "there is no '%s' in it (there are %s)", tostring(key), table.concat(list, ", "))
+    end
+  end
+end
+
 --- The accelerator that was asked for, by type, by generation and topology, or by all of them.
 ---@param options table `accelerator`, `topology`, `unchecked`
 ---@return { type: string?, config: table?, entry: ciranda.mesh.Type?, generation: ciranda.mesh.Generation? }
