@@ -7,100 +7,20 @@
 local uv = require("luv")
 local combine = require("ciranda.task.combine")
 local errors = require("ciranda.io.error")
+local fs_call = require("ciranda.io.fs_call")
+local fs_file = require("ciranda.io.fs_file")
 local scheduler = require("ciranda.task.scheduler")
 local sync = require("ciranda.task.sync")
 
 local M = {}
 
-local MODE_FILE = tonumber("644", 8)
 local MODE_DIRECTORY = tonumber("755", 8)
 local MODE_PRIVATE = tonumber("700", 8)
-local CHUNK = 64 * 1024
+local call, call_if_found, check_path, clean_up =
+  fs_call.call, fs_call.call_if_found, fs_call.check_path, fs_call.clean_up
 
---- "open /path: no such file or directory (ENOENT)" as an error value.
-local function failure(op, path, err)
-  local name, text = tostring(err):match("^(E[A-Z0-9]+): ([^:]+)")
-  if not name then
-    name, text = tostring(err), "it failed"
-  end
-  return errors.new({
-    code = errors.code_of(name),
-    op = "fs." .. op,
-    target = path,
-    message = ("%s (%s)"):format(text, name),
-    errno = name,
-  })
-end
-
-local function check_path(path, op)
-  if type(path) ~= "string" or path == "" or path:find("\0", 1, true) then
-    errors.misuse(
-      errors.level_outside("ciranda/io/fs"),
-      "fs.%s: a path expected, got %s",
-      op,
-      type(path) == "string" and ("%q"):format(path) or type(path)
-    )
-  end
-end
-
---- Call a function of luv's, waiting for it in a task.
----@param op string for messages
----@param path string
----@param fn function whose last argument is the callback
----@return any value nil when it failed
----@return ciranda.Error? err what may be raised; without a traceback, which costs more than the call
-local function try(op, path, fn, ...)
-  if not scheduler.can_wait() then
-    local value, err = fn(...)
-    return value, value == nil and failure(op, path, err) or nil
-  end
-  local args = table.pack(...)
-  return scheduler.await(function(done)
-    args[args.n + 1] = function(err, value)
-      if err then
-        return done(nil, nil, failure(op, path, err))
-      end
-      return done(nil, value)
-    end
-    local request, message = fn(table.unpack(args, 1, args.n + 1))
-    if not request then
-      done(nil, nil, failure(op, path, message))
-      return nil
-    end
-    return function()
-      -- One that has begun in the pool cannot be called back: its result is waited for.
-      uv.cancel(request)
-      return false
-    end,
-      fn == uv.fs_open and uv.fs_close or nil
-  end, ("fs.%s %s"):format(op, path))
-end
-
---- The same; raises the failure.
-local function call(op, path, fn, ...)
-  local value, err = try(op, path, fn, ...)
-  if err then
-    errors.raise(err)
-  end
-  return value
-end
-
---- The same; nil instead of the error when there is no such path.
-local function call_if_found(op, path, fn, ...)
-  local value, err = try(op, path, fn, ...)
-  if err and not errors.is(err, "not_found") then
-    errors.raise(err)
-  end
-  return value
-end
-
---- Call a function of clean-up: a cancellation that comes now must not make it be left out.
-local function clean_up(fn, ...)
-  if scheduler.can_wait() then
-    return combine.shield(fn, ...)
-  end
-  return fn(...)
-end
+--- `fs.open(path, flags, mode)`: an open file, of a room of its own.
+M.open = fs_file.open
 
 -- Paths -----------------------------------------------------------------------------------------------------
 
@@ -141,39 +61,12 @@ end
 
 -- What is there ---------------------------------------------------------------------------------------------
 
----@class ciranda.Stat
----@field type "file"|"directory"|"link"|"fifo"|"socket"|"char"|"block"|"unknown"
----@field size integer bytes
----@field mode integer permission bits
----@field uid integer
----@field gid integer
----@field ino integer
----@field dev integer
----@field nlink integer
----@field mtime number seconds
----@field mtime_ns integer nanoseconds
-
-local function to_stat(raw)
-  return {
-    type = raw.type,
-    size = raw.size,
-    mode = raw.mode & tonumber("7777", 8),
-    uid = raw.uid,
-    gid = raw.gid,
-    ino = raw.ino,
-    dev = raw.dev,
-    nlink = raw.nlink,
-    mtime = raw.mtime.sec + raw.mtime.nsec / 1e9,
-    mtime_ns = raw.mtime.sec * 1000000000 + raw.mtime.nsec,
-  }
-end
-
 local function stat_of(op, fn, path, options)
   check_path(path, op)
   options = options or {}
   errors.check_options(options, { missing_ok = true }, "fs." .. op, 3)
   local raw = (options.missing_ok and call_if_found or call)(op, path, fn, path)
-  return raw and to_stat(raw)
+  return raw and fs_call.to_stat(raw)
 end
 
 --- What a path is; a symbolic link is followed.
@@ -224,96 +117,6 @@ function M.readlink(path)
 end
 
 -- Files -----------------------------------------------------------------------------------------------------
-
----@class ciranda.File
----@field path string
-local File = {}
-File.__index = File
-
-function File:__tostring()
-  return ("file %s (%s)"):format(self.path, self.fd and "open" or "closed")
-end
-
-local FLAGS =
-  { r = true, ["r+"] = true, w = true, wx = true, ["w+"] = true, a = true, ax = true, ["a+"] = true }
-
---- Open a file: `local f <close> = fs.open(path)`.
----@async
----@param path string
----@param flags "r"|"r+"|"w"|"wx"|"w+"|"a"|"ax"|"a+"|nil "r"; x: it must not exist yet
----@param mode integer? permission bits of a new file, less the umask; 644 octal
----@return ciranda.File
-function M.open(path, flags, mode)
-  check_path(path, "open")
-  flags = flags or "r"
-  if not FLAGS[flags] then
-    errors.misuse(2, "fs.open: unknown flags '%s'", tostring(flags))
-  end
-  local fd = call("open", path, uv.fs_open, path, flags, mode or MODE_FILE)
-  return setmetatable({ fd = fd, path = path }, File)
-end
-
-local function descriptor(self, op)
-  if not self.fd then
-    errors.misuse(errors.level_outside("ciranda/io/fs"), "file:%s: %s is closed", op, self.path)
-  end
-  return self.fd
-end
-
---- Read at most `size` bytes; fewer come before the end of the file only from pipes and devices.
----@async
----@param size integer? 64 KiB
----@param offset integer? where to read; the present position when absent
----@return string data "" at the end
-function File:read(size, offset)
-  return call("read", self.path, uv.fs_read, descriptor(self, "read"), size or CHUNK, offset or -1)
-end
-
---- Write all bytes.
----@async
----@param data string
----@param offset integer? where to write; the present position (or the end, for "a") when absent
-function File:write(data, offset)
-  local fd = descriptor(self, "write")
-  while #data > 0 do
-    local written = call("write", self.path, uv.fs_write, fd, data, offset or -1)
-    data = data:sub(written + 1)
-    offset = offset and offset + written
-  end
-end
-
---- Have the system put everything on disk.
----@async
-function File:sync()
-  call("sync", self.path, uv.fs_fsync, descriptor(self, "sync"))
-end
-
----@async
----@return ciranda.Stat
-function File:stat()
-  return to_stat(call("stat", self.path, uv.fs_fstat, descriptor(self, "stat")))
-end
-
---- Set the length.
----@async
----@param size integer bytes
-function File:truncate(size)
-  call("truncate", self.path, uv.fs_ftruncate, descriptor(self, "truncate"), size)
-end
-
---- Close; a second time does nothing.
----@async
-function File:close()
-  local fd = self.fd
-  if fd then
-    self.fd = nil
-    clean_up(call, "close", self.path, uv.fs_close, fd)
-  end
-end
-
-function File:__close()
-  self:close()
-end
 
 --- Read a whole file, also those of /proc, whose size says 0.
 ---@async
@@ -401,8 +204,8 @@ function M.write(path, data, options)
     end,
   })
   do
-    local fd = call("write", path, uv.fs_open, temporary, "wx", chosen or MODE_FILE)
-    local file <close> = setmetatable({ fd = fd, path = path }, File)
+    local fd = call("write", path, uv.fs_open, temporary, "wx", chosen or fs_file.MODE)
+    local file <close> = fs_file.of(fd, path)
     if chosen then
       call("chmod", path, uv.fs_fchmod, file.fd, chosen) -- the umask does not count then
     end
@@ -465,7 +268,7 @@ function Appender:append(data)
     local before = self.file:stat().size
     local ok, err = pcall(function()
       self.file:write(data)
-      call("sync", self.path, uv.fs_fdatasync, descriptor(self.file, "append"))
+      self.file:sync(true)
     end)
     if not ok then
       pcall(self.file.truncate, self.file, before)
@@ -561,7 +364,7 @@ end
 ---@param mode integer? of those made; 755 octal less the umask
 function M.mkdir_p(path, mode)
   check_path(path, "mkdir_p")
-  local _, err = try("mkdir", path, uv.fs_mkdir, path, mode or MODE_DIRECTORY)
+  local _, err = fs_call.try("mkdir", path, uv.fs_mkdir, path, mode or MODE_DIRECTORY)
   if not err then
     return
   end
