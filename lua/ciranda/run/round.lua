@@ -10,19 +10,17 @@ local gangs = require("ciranda.run.gang")
 local hooks = require("ciranda.run.hooks")
 local leases = require("ciranda.run.lease")
 local logs_of = require("ciranda.run.logs")
-local nodeset = require("ciranda.provider.nodeset")
 local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
-local report = require("ciranda.run.report")
 local steps = require("ciranda.run.steps")
+local stopping = require("ciranda.run.stopping")
 local task = require("ciranda.task")
 local uv = require("luv")
 
 local M = {}
 
---- Exit statuses of signals that stop, and when the runner leaves the job alone.
+--- Exit statuses of signals that stop.
 local STOPPED = ending.STOPPED
-local DETACHED = 129
 
 --- Seconds in which the platform's own SIGTERM may act before ours is sent.
 local PLATFORM_FIRST = 5
@@ -32,9 +30,6 @@ local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 local ANSWER_LASTS = 10
 --- Seconds that asking for it may take.
 local ASK_NODE = 15
-
---- Seconds that a runner which leaves takes to tell every worker of the stop.
-local TELL_STOP = 20
 
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
@@ -49,7 +44,11 @@ local FOLLOW_ALL = 64
 ---@field directory string where COMMAND runs, below the login directory
 ---@field running boolean the command has been told to start
 ---@field result ciranda.run.LaunchResult? once it has ended
----@field private steps ciranda.run.Steps
+---@field steps ciranda.run.Steps
+---@field stopping string? the signal upon which it stops
+---@field notice ciranda.run.Notice? upon which it stops
+---@field named ciranda.run.Outcome? the failure that has been told
+---@field at_once ciranda.task.Event who leaves a stop is to leave at once
 local Round = {}
 Round.__index = Round
 
@@ -256,89 +255,6 @@ function Round:obey(gang, notice, finished)
   return before
 end
 
---- How far a stop is, workers of one state together: every second, for hundreds of workers change in one moment, and
---- one that does not end is to be seen too.
----@private
----@async
----@param gang ciranda.run.Gang
-function Round:show_stop(gang)
-  while true do
-    task.sleep(1)
-    -- After a failure its cause is told before anything else.
-    if gang.stopping and (self.stopping or self.notice or self.named) then
-      self.options.progress:status(self:stop_state(gang))
-    end
-  end
-end
-
----@private
----@param gang ciranda.run.Gang
----@return string text
----@return string state
-function Round:stop_state(gang)
-  local rows = {}
-  for place, member in ipairs(gang.members) do
-    rows[place] = {
-      worker = member.worker,
-      ended = member.outcome ~= nil,
-      synced = self.steps.synced[member.worker] ~= nil,
-    }
-  end
-  local word = (self.stopping or self.notice) and "Saving" or "Stopping"
-  return report.stop_state(word, rows, uv.hrtime() / 1e9 - gang.stopping.at)
-end
-
---- Before a runner leaves in the middle of a stop, every worker is to know of it: waits until they have been told, for
---- a while, and for one more signal at most.
----@private
----@async
----@param gang ciranda.run.Gang
----@param finished ciranda.task.Event
----@return ciranda.Worker[] untold
-function Round:leave_stop(gang, finished)
-  if not gang.stopping.told:is_set() then
-    self:say("Leaving as soon as every worker has been told to stop; once more to leave without that")
-    task.race({
-      function()
-        task.sleep(TELL_STOP)
-      end,
-      function()
-        gang.stopping.told:wait()
-      end,
-      function()
-        self.at_once:wait()
-      end,
-      function()
-        finished:wait()
-      end,
-    })
-  end
-  local untold = {}
-  for _, member in ipairs(gang.members) do
-    if not member.outcome and not member.told then
-      untold[#untold + 1] = member.worker
-    end
-  end
-  return untold
-end
-
---- The result of a runner that leaves.
----@private
----@param gang ciranda.run.Gang
----@param untold ciranda.Worker[]? when it leaves a stop
----@return ciranda.run.LaunchResult
-function Round:detached(gang, untold)
-  local run, message = self.options.run
-  if not gang.stopping then
-    message = "Detached: the job goes on on the workers. `ciranda attach %s` takes it up again."
-  elseif #untold == 0 then
-    message = "Detached: the stop goes on on the workers. `ciranda attach %s` sees its end."
-  else
-    message = "Detached: " .. nodeset.fold(untold) .. " could not be told to stop. `ciranda stop %s` does it."
-  end
-  return { status = DETACHED, kind = "detached", message = message:format(run) }
-end
-
 --- Watches the gang, the platform's notices and the runner's signals.
 ---@private
 ---@return ciranda.run.LaunchResult
@@ -362,7 +278,7 @@ function Round:watch(gang)
   beside(function()
     self.output:run()
   end)
-  beside(self.show_stop, self, gang)
+  beside(stopping.show, self, gang)
   if options.notices then
     beside(notices.watch, options.fleet, function(notice)
       self:noticed(gang, notice)
@@ -373,7 +289,6 @@ function Round:watch(gang)
     for _, child in ipairs(aside) do
       child:cancel("the end")
     end
-    self.happenings:close()
   end
   local before
   while true do
@@ -381,13 +296,14 @@ function Round:watch(gang)
     if what == "finished" then
       break
     elseif what == "detach" then
-      local untold = gang.stopping and self:leave_stop(gang, finished)
-      if finished:is_set() then
+      local result = stopping.leave(self, gang, finished)
+      if not result then
         break
       end
       watching:cancel("detached")
       end_aside()
-      return self:detached(gang, untold)
+      self.happenings:close()
+      return result
     elseif what == "save" then
       self.request.save = false
       beside(require("ciranda.run.save_on_demand").save, gang, self.steps, function(...)
@@ -407,9 +323,7 @@ function Round:watch(gang)
       gang:stop(grace, self.stopping .. " to the runner")
     end
   end
-  for _, child in ipairs(aside) do
-    child:cancel("the end")
-  end
+  end_aside()
   self.output:flush()
   local result = ending.conclude(self, verdict, before)
   self.happenings:close()
