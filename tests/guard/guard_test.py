@@ -549,9 +549,7 @@ def log_kept(attempt):
         assert result.returncode == 1 and result.stdout == b"" and str(first).encode() in result.stderr, result
 
 
-@case
-def log_kept_through_takeover(attempt):
-    """A guard that takes over goes on giving back what an earlier one kept."""
+def keep_through_takeover(attempt):
     taken = attempt.path("taken")
     attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + f"; until [ -e {taken} ]; do sleep 0.05; done; "
                 "seq 200000; exit 8", "--keep", 100000)
@@ -564,6 +562,12 @@ def log_kept_through_takeover(attempt):
     assert record["log_bytes"] == len(whole) and record["takeovers"] == 1 and first > 1000000, record
     rest = attempt.call("follow", "--from", first)
     assert rest.returncode == 0 and rest.stdout == whole[first:], (rest.returncode, rest.stderr)
+
+
+@case
+def log_kept_through_takeover(attempt):
+    """A guard that takes over goes on giving back what an earlier one kept."""
+    keep_through_takeover(attempt)
 
 
 @case
@@ -882,18 +886,7 @@ def log_kept_without_holes(attempt, place):
 
 def log_kept_through_takeover_without_holes(attempt, place):
     """A guard that takes over where no holes are made finds the offsets as they were."""
-    taken = attempt.path("taken")
-    attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + f"; until [ -e {taken} ]; do sleep 0.05; done; "
-                "seq 200000; exit 8", "--keep", 100000)
-    attempt.wait_for("some output", lambda: len(attempt.log()) > 300000)
-    os.kill(attempt.status()["guard"], signal.SIGKILL)
-    open(taken, "w").close()
-    record = attempt.record()
-    whole = lines(40000) + b"".join(b"%d\n" % i for i in range(1, 200001))
-    first = record["log_first"]
-    assert record["log_bytes"] == len(whole) and record["takeovers"] == 1 and first > 1000000, record
-    rest = attempt.call("follow", "--from", first)
-    assert rest.returncode == 0 and rest.stdout == whole[first:], (rest.returncode, rest.stderr)
+    keep_through_takeover(attempt)
 
 
 INSIDE = {f.__name__: in_namespace(f, o) for f, o in (
