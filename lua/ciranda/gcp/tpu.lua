@@ -428,13 +428,17 @@ function QueuedResource:delete(options)
   return error(answer, 0)
 end
 
---- Reset every machine of an ACTIVE queued resource: processes go, disks stay. Waits until it is done.
+--- Reset every machine of an ACTIVE queued resource: processes go, disks stay. Waits until it is done. A call whose
+--- answer fails is repeated: a machine that is booting boots anew.
 ---@async
 ---@param options { timeout: number? }?
 ---@return table QueuedResource message
 function QueuedResource:reset(options)
-  local operation =
-    self.tpu:call("queuedResources.reset", { queuedResource = self.id, version = self.version })
+  local operation = self.tpu:call("queuedResources.reset", {
+    queuedResource = self.id,
+    version = self.version,
+    idempotent = true,
+  })
   return self.tpu:wait_operation(operation, options)
 end
 

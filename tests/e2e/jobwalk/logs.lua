@@ -82,6 +82,20 @@ function M.read_log(attempts, log)
   end
 end
 
+--- A log without the steps, and with the last only of saves that follow each other.
+---@param log string
+---@return string
+function M.brief(log)
+  local lines = {}
+  for line in log:gmatch("[^\n]*\n") do
+    if not line:find("^completed step:") then
+      local again = line:find("^saved step ") and (lines[#lines] or ""):find("^saved step ")
+      lines[again and #lines or #lines + 1] = line
+    end
+  end
+  return table.concat(lines)
+end
+
 --- How much of an attempt's output is not in the bucket.
 ---@param attempt jobwalk.Attempt
 ---@return integer? bytes at its end; nil when the log has other bytes than were printed

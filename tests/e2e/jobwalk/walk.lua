@@ -447,7 +447,7 @@ function Walk:explain()
   end
   for _, place in ipairs(self:places()) do
     local log = self:object("main_command_log_slice_" .. place:gsub("%.", "_worker_"))
-    parts[#parts + 1] = ("--- log of %s\n%s"):format(place, log:gsub("completed step:[^\n]*\n", ""))
+    parts[#parts + 1] = ("--- log of %s\n%s"):format(place, logs.brief(log))
   end
   local _, events = self:control("GET", "events")
   for _, event in ipairs(events.events) do

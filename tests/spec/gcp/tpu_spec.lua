@@ -384,6 +384,25 @@ describe("ciranda.gcp.tpu", function()
     end)
   end)
 
+  it("asks for a reset again when the answer is lost or is that the service is busy", function()
+    for name, fault in pairs({ lost = { reset = true }, failed = { status = 503, body = "" } }) do
+      support.with_tpu({}, function(tpu, project, log)
+        local qr = tpu:create(request())
+        qr:wait("ACTIVE", fast())
+        local spoiled
+        function project.after(r, answer)
+          if r.method == "POST" and not spoiled then
+            spoiled = true
+            return fault
+          end
+          return answer
+        end
+        assert.equal("ACTIVE", qr:reset({ timeout = 20 }).state.state)
+        assert.equal(2, count(log, "POST", ":reset$"), name)
+      end)
+    end
+  end)
+
   it("works with single nodes", function()
     support.with_tpu({}, function(tpu)
       local made =
