@@ -14,6 +14,7 @@ local NODE = {
   "acceleratorType",
   "autocheckpointEnabled",
   "bootDiskConfig",
+  "cidrBlock",
   "confidentialInstanceConfig",
   "dataDisks",
   "description",
@@ -34,7 +35,6 @@ local REST = {
   "reservationName",
   "runDuration",
   "spot",
-  "trafficConfig",
 }
 
 ---@class ciranda.gcp.Template a request that has been made of an answer
@@ -52,7 +52,8 @@ local function refuse(name, format, ...)
   })
 end
 
---- Only what was said: no null, no empty table, no enum's default, which is never sent.
+--- Only what was said: no null, no empty table, no enum's default, which is never sent. What is in a list keeps its
+--- place: a network of which nothing is said is an empty message there.
 ---@param value any
 ---@return any
 local function said(value)
@@ -60,6 +61,9 @@ local function said(value)
     local kept = {}
     for key, item in pairs(value) do
       kept[key] = said(item)
+      if kept[key] == nil and type(key) == "number" then
+        kept[key] = {}
+      end
     end
     return next(kept) ~= nil and kept or nil
   elseif type(value) == "userdata" or type(value) == "string" and value:find("^[A-Z_]+_UNSPECIFIED$") then
@@ -93,6 +97,20 @@ local function policy_of(message)
   return type(duration) == "string" and { validUntilDuration = duration } or nil
 end
 
+--- The range of addresses that was asked for: a request's has 8 addresses, and one for all nodes. Any other is what
+--- the service has chosen for each.
+---@param specs table[]
+---@return string?
+local function range_of(specs)
+  local range = specs[1].node.cidrBlock
+  for _, spec in ipairs(specs) do
+    if type(spec) ~= "table" or type(spec.node) ~= "table" or spec.node.cidrBlock ~= range then
+      return nil
+    end
+  end
+  return type(range) == "string" and range:find("/29$") and range or nil
+end
+
 --- The one spec of a request for what an answer has a spec a node.
 ---@return table spec, string[] names, table? multi
 local function spec_of(name, specs)
@@ -101,6 +119,7 @@ local function spec_of(name, specs)
     refuse(name, "the API does not say what its nodes are")
   end
   local node = pick(first.node, NODE)
+  node.cidrBlock = range_of(specs)
   -- Both are filled in, and only one may be sent. The topology says more.
   if node.acceleratorConfig and node.acceleratorConfig.type and node.acceleratorConfig.topology then
     node.acceleratorType = nil
@@ -147,6 +166,7 @@ function M.body(message, now)
   for _, tier in ipairs({ "spot", "bestEffort", "guaranteed" }) do
     body[tier] = field(message, tier) and (body[tier] or {}) -- these say all by being there
   end
+  body.trafficConfig = field(message, "trafficConfig") -- so do parts of this
   local stop = body.runDuration and kinds.parse_time(body.runDuration.terminationTime)
   if stop and stop <= now then
     refuse(name, "it was to run until %s", body.runDuration.terminationTime)

@@ -105,4 +105,134 @@ describe("gcp.template", function()
     assert.is_false(ok)
     assert.matches("it was to run until 2026-01-02T00:00:00Z", problem.message, 1, true)
   end)
+
+  it(
+    "keeps a range of addresses that may have been asked for, and none that the service has chosen",
+    function()
+      local function range(first, second)
+        local given = message()
+        given.tpu.nodeSpec[1].node.cidrBlock, given.tpu.nodeSpec[2].node.cidrBlock = first, second
+        return template.body(given, 0).tpu.nodeSpec[1].node.cidrBlock
+      end
+      assert.equal("10.2.0.0/29", range("10.2.0.0/29", "10.2.0.0/29"))
+      assert.is_nil(range("10.2.0.0/29", "10.2.0.8/29"))
+      assert.is_nil(range("10.2.0.0/20", "10.2.0.0/20"))
+      assert.is_nil(range(json.null, json.null))
+    end
+  )
+
+  describe("follows the schema:", function()
+    local SERVICE = "the service sets it"
+    local TIMES = "how long a request is valid becomes a duration: see the spec of it"
+    --- What a request made again does not have as it was.
+    local REASONS = {
+      ["QueuedResource.createTime"] = SERVICE,
+      ["QueuedResource.name"] = "the id is a parameter of the call",
+      ["QueuedResource.state"] = SERVICE,
+      ["QueueingPolicy.validAfterDuration"] = "its earliest moment has come",
+      ["QueueingPolicy.validAfterTime"] = "its earliest moment has come",
+      ["QueueingPolicy.validInterval"] = TIMES,
+      ["QueueingPolicy.validUntilTime"] = TIMES,
+      ["NodeSpec.multiNodeParams"] = "returned beside the body: its name depends on the version",
+      ["NodeSpec.multisliceParams"] = "returned beside the body: its name depends on the version",
+      ["Node.apiVersion"] = SERVICE,
+      ["Node.createTime"] = SERVICE,
+      ["Node.health"] = SERVICE,
+      ["Node.healthDescription"] = SERVICE,
+      ["Node.id"] = SERVICE,
+      ["Node.multisliceNode"] = SERVICE,
+      ["Node.name"] = "nodeId, or the prefix, says it",
+      ["Node.networkEndpoints"] = SERVICE,
+      ["Node.queuedResource"] = SERVICE,
+      ["Node.schedulingConfig"] = "the tier, the reservation and the model of the queued resource say it",
+      ["Node.state"] = SERVICE,
+      ["Node.symptoms"] = SERVICE,
+      ["Node.upcomingMaintenance"] = SERVICE,
+    }
+    local SAMPLES = {
+      string = "text",
+      bool = true,
+      int32 = 3,
+      int64 = "4",
+      float = 1.5,
+      timestamp = "2100-01-01T00:00:00Z",
+      duration = "60s",
+      any = { k = "v" },
+      cidrBlock = "10.2.0.0/29",
+    }
+
+    --- Calls `found` for each way to one field: the names on it, the value at its end, and who has the field.
+    local function walk(schema, name, path, found)
+      for field, spec in pairs(schema.messages[name]) do
+        local at = table.move(path, 1, #path, 1, {})
+        at[#at + 1] = field
+        local owner = name .. "." .. field
+        local base = type(spec) == "string" and spec:match("^%w+")
+        if REASONS[owner] then
+          found(at, nil, owner)
+        elseif base and schema.messages[base] and next(schema.messages[base]) then
+          if spec:find("[]", 1, true) then
+            at[#at + 1] = 1
+          end
+          walk(schema, base, at, found)
+        else
+          local value = type(spec) == "table" and spec[#spec] or SAMPLES[field] or SAMPLES[base] or {}
+          if type(spec) == "string" and spec ~= base then
+            value = spec:find("{}", 1, true) and { k = value } or { value }
+          end
+          found(at, value, owner)
+        end
+      end
+    end
+
+    local function at(message_, path)
+      for _, key in ipairs(path) do
+        message_ = type(message_) == "table" and message_[key]
+      end
+      return message_ or nil
+    end
+
+    for _, version in ipairs({ "v2", "v2alpha1" }) do
+      it(version, function()
+        local schema = require("ciranda.data.tpu_schema_" .. version)
+        local fields, unused = 0, {}
+        walk(schema, "QueuedResource", {}, function(path, value, owner)
+          if value == nil then
+            unused[owner] = true
+            return
+          end
+          fields = fields + 1
+          -- A message with this field, and what every one has.
+          local given = {
+            name = "projects/p/locations/z/queuedResources/job",
+            tpu = { nodeSpec = { { parent = "projects/p/locations/z", nodeId = "job", node = {} } } },
+          }
+          local place = given
+          for i = 1, #path - 1 do
+            place[path[i]] = place[path[i]] or {}
+            place = place[path[i]]
+          end
+          place[path[#path]] = value
+          local body = template.body(given, 0)
+          assert.same(value, at(body, path), table.concat(path, "."))
+          -- In a list what is empty keeps the place of what is not.
+          for i = #path, 1, -1 do
+            local list = type(path[i]) == "number" and at(given, table.move(path, 1, i - 1, 1, {}))
+            if list and path[i - 1] ~= "nodeSpec" and type(list[1]) == "table" then
+              table.insert(list, 1, {})
+              local moved = table.move(path, 1, #path, 1, {})
+              moved[i] = 2
+              assert.same(value, at(template.body(given, 0), moved), table.concat(path, "."))
+              break
+            end
+          end
+        end)
+        assert.is_true(fields >= 20, fields)
+        local other = version == "v2" and "multiNodeParams" or "multisliceParams"
+        for owner in pairs(REASONS) do
+          assert.is_true(unused[owner] or owner == "NodeSpec." .. other, owner .. " is in no request")
+        end
+      end)
+    end
+  end)
 end)
