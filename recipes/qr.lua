@@ -3,6 +3,7 @@ local err = require("ciranda.io.error")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
 local tables = require("ciranda.cli.table")
+local uv = require("luv")
 
 local VERBS = { create = true, list = true, describe = true, wait = true, delete = true, reset = true }
 
@@ -41,7 +42,13 @@ M.flags = {
     name = "pause",
     type = "duration",
     default = 300,
-    help = "Of create: the wait before it is asked again (5m).",
+    help = "Of create, wait: the pause before what FAILED is asked for again (5m).",
+  },
+  {
+    name = "recreate",
+    type = "integer",
+    default = 0,
+    help = "Of wait: how often what was preempted, or FAILED with some slices up, may be deleted and asked for again.",
   },
   { name = "force", type = "boolean", default = true, help = "Of delete: its nodes too." },
 }
@@ -137,14 +144,84 @@ local function wait_options(context, qr)
   }
 end
 
-local function wait(context, qr, state)
-  qr:wait(state, wait_options(context, qr))
+--- The queued resource in a command line, in the zone and project that were given here.
+local function itself(context)
+  local words = context.flags.NAME
+  for _, flag in ipairs({ "zone", "project" }) do
+    words = words .. (context.given[flag] and (" --%s=%s"):format(flag, context.flags[flag]) or "")
+  end
+  return words
+end
+
+--- What asks again for a queued resource that is waited for, in a journal with its name.
+---@return ciranda.run.Recreate
+local function recreate_of(context, tpu, journal)
+  local flags, name = context.flags, context.flags.NAME
+  -- What an earlier command has begun is its budget's.
+  local list = journal:state().recreations
+  local last = list[#list]
+  return require("ciranda.run.recreate").new({
+    journal = journal,
+    tpu = tpu,
+    cloud = { project = tpu.project, zone = tpu.zone, queued_resource = name },
+    attempt = "wait",
+    series = last and not last.recreated and last.series or "wait-" .. journal.id,
+    limit = flags.recreate,
+    budget = "--recreate",
+    failed_pause = flags.pause,
+    go_on = ("ciranda qr wait %s --recreate=%d"):format(itself(context), flags.recreate),
+    wait = flags.timeout,
+    say = function(...)
+      context.progress:say(...)
+    end,
+  })
+end
+
+--- The commands for one that has come to its end.
+local function advise(context, problem, again)
+  local rest = itself(context)
+  problem.message = ("%s. It counts against the quota until it is deleted: ciranda qr delete %s%s"):format(
+    problem.message,
+    rest,
+    again and ("; ciranda qr wait %s --recreate=1 deletes it, asks for the same again and waits"):format(rest)
+      or ""
+  )
 end
 
 function run.wait(context, tpu)
-  local state = (context.flags.STATE or "ACTIVE"):upper()
-  wait(context, tpu:queued_resource(context.flags.NAME), state)
-  context.progress:say("%s is %s", context.flags.NAME, state)
+  local flags = context.flags
+  local state = (flags.STATE or "ACTIVE"):upper()
+  local name, budget = flags.NAME, flags.recreate
+  if budget > 0 and state ~= "ACTIVE" then
+    err.raise({ code = "usage", message = "--recreate is for a wait for ACTIVE" })
+  end
+  local journal <close> = budget > 0
+      and journals.open(name, { recipe = context.name, arguments = context.args })
+    or nil
+  local recreate = journal and recreate_of(context, tpu, journal)
+  if recreate then
+    recreate:resume()
+  end
+  local deadline = flags.timeout and uv.hrtime() / 1e9 + flags.timeout
+  local options = wait_options(context, tpu:queued_resource(name))
+  while true do
+    local qr = tpu:queued_resource(name)
+    local ok, problem = pcall(qr.wait, qr, state, options)
+    if ok then
+      break
+    end
+    local gone = err.is(problem) and (problem.state == "FAILED" or problem.state == "SUSPENDED")
+    -- Quota is not freed and capacity not found by asking the same again.
+    local again = err.is(problem, "preempted") or gone and (problem.ready_nodes or 0) > 0
+    if not (again and recreate and recreate:after(problem)) then
+      if gone then
+        advise(context, problem, again and not recreate)
+      end
+      error(problem, 0)
+    end
+    options.timeout = deadline and math.max(0.001, deadline - uv.hrtime() / 1e9)
+  end
+  context.progress:say("%s is %s", name, state)
 end
 
 function run.create(context, tpu)
@@ -191,7 +268,7 @@ function run.delete(context, tpu)
     context.progress:say("%s is being deleted", flags.NAME)
     return
   else
-    wait(context, qr, "DELETED")
+    qr:wait("DELETED", wait_options(context, qr))
     context.progress:say("%s is deleted", flags.NAME)
   end
   if journal then

@@ -16,8 +16,12 @@ M.WAIT = 86400
 --- Seconds before the second request of a run, doubled with each further one up to the most: what is taken away at once
 --- is not to be had now.
 local PAUSE, MOST_PAUSE = 30, 600
+--- Seconds before what FAILED with some slices up is asked for again ("some minutes", Google's Multislice guide).
+local FAILED_PAUSE = 300
 --- Seconds that a queued resource whose node was taken away may take to be SUSPENDED.
 local SETTLE = 900
+--- The flag by which a runner has said so.
+local BUDGET = "--PREEMPTION_RESTARTS"
 
 --- States in which nothing more comes.
 local DEAD = { SUSPENDED = true, FAILED = true }
@@ -31,7 +35,10 @@ local QUEUED = { CREATING = true, ACCEPTED = true, WAITING_FOR_RESOURCES = true 
 ---@field series string the run's first attempt
 ---@field limit integer how often in a run
 ---@field wait number? seconds that the new one may take to come up (a day)
+---@field budget string? the flag that said so ("--PREEMPTION_RESTARTS")
 ---@field pause number? seconds before the second request (30)
+---@field failed_pause number? seconds at least before each, when some of the slices were up (300)
+---@field go_on string? the command that goes on waiting ("ciranda attach RUN")
 ---@field tpu ciranda.gcp.Tpu? connected when it is not given
 ---@field say fun(format: string, ...)
 
@@ -92,11 +99,11 @@ function Recreate:carry_out(fact)
     end
     ledger.create_again(journal, self.tpu, fact.request, "in place of what the run was started on")
     options.say(
-      "%s is asked for again; it has %.0f s to come up. Should this program end before: ciranda attach %s goes on "
+      "%s is asked for again; it has %.0f s to come up. Should this program end before: %s goes on "
         .. "waiting, ciranda qr delete %s gives it up",
       name,
       options.wait or M.WAIT,
-      journal.run,
+      options.go_on or "ciranda attach " .. journal.run,
       name
     )
   end
@@ -149,10 +156,10 @@ function Recreate:objection(problem, message)
   local nodes = message.tpu and message.tpu.nodeSpec
   if message.state.stateInitiator == "USER" then
     return "a user has suspended it"
-  elseif problem.ready_nodes and nodes and #nodes > #options.cloud.nodes then
+  elseif problem.ready_nodes and nodes and options.cloud.nodes and #nodes > #options.cloud.nodes then
     return ("%d of its slices are up, and this run does not use all of them"):format(problem.ready_nodes)
   elseif used >= options.limit then
-    return ("--PREEMPTION_RESTARTS=%d is used up"):format(options.limit)
+    return ("%s=%d is used up"):format(options.budget or BUDGET, options.limit)
   end
   return nil
 end
@@ -174,16 +181,20 @@ function Recreate:after(problem)
     options.say("%s is %s and is not asked for again: %s", name, message.state.state, why)
     return false
   end
-  local number = #self:done() + 1
+  local number, up = #self:done() + 1, problem.ready_nodes or 0
   options.say(
-    "%s is %s: its machines and what was on their disks are gone. Deleting it and asking for it again (%d of "
-      .. "--PREEMPTION_RESTARTS=%d)",
+    "%s is %s: %s. Deleting it and asking for it again (%d of %s=%d)",
     name,
     message.state.state,
+    up > 0 and ("%d of its slices are up"):format(up) or "its machines and what was on their disks are gone",
     number,
+    options.budget or BUDGET,
     options.limit
   )
   local pause = number > 1 and math.min(MOST_PAUSE, (options.pause or PAUSE) * 2 ^ (number - 2)) or 0
+  if up > 0 then
+    pause = math.max(pause, options.failed_pause or FAILED_PAUSE)
+  end
   options.journal:intent("recreate", {
     attempt = options.attempt,
     series = options.series,

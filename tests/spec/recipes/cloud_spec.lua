@@ -144,6 +144,46 @@ describe("recipes on the simulated cloud", function()
     assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)
   end)
 
+  it("tells of a wait that is vain what to do, and does it when it may", function()
+    local function post(what, body)
+      local url = simulator.env.CIRANDA_SIM_URL .. "/sim/v1/" .. what
+      assert.equal(0, process.run({ "curl", "-sSf", "--data-binary", body, url }).code)
+    end
+    local words = { "--accelerator-type=v5litepod-4", "--node-count=2", "--spot", "--async" }
+    post("faults", '{"kind": "stockout", "name": "part", "slice": 1}')
+    assert.equal(0, ciranda("qr", "create", "part", table.unpack(words)).code)
+    local result = ciranda("qr", "wait", "part", "--zone=us-west4-a")
+    assert.equal(1, result.code, result.err)
+    assert.matches(
+      "until it is deleted: ciranda qr delete part --zone=us-west4-a; ciranda qr wait part --zone=us-west4-a "
+        .. "--recreate=1 deletes it",
+      result.err,
+      1,
+      true
+    )
+    assert.equal("FAILED", state_of("part"))
+    result = ciranda("qr", "wait", "part", "FAILED", "--recreate=1")
+    assert.equal(2, result.code, result.err)
+    result = ciranda("qr", "wait", "part", "--recreate=1", "--pause=1s")
+    assert.equal(0, result.code, result.err)
+    assert.matches("Deleting it and asking for it again (1 of --recreate=1)", result.err, 1, true)
+    assert.matches("part is ACTIVE\n", result.err, 1, true)
+    local described = json.decode(ciranda("qr", "describe", "part").out)
+    assert.is_table(described.spot)
+    assert.equal("part-1", described.tpu.nodeSpec[2].nodeId)
+    -- Taken away, and then what nobody can mend by asking again: told, with the command that frees the quota.
+    post("faults", '{"kind": "quota", "name": "part"}')
+    post("nodes/part-0:preempt", '{"notice": 0}')
+    result = ciranda("qr", "wait", "part", "--recreate=3")
+    assert.equal(1, result.code, result.err)
+    assert.matches("part is SUSPENDED: its machines and what was on their disks are gone", result.err, 1, true)
+    assert.is_nil(result.err:find("(2 of", 1, true))
+    assert.matches("until it is deleted: ciranda qr delete part\n", result.err, 1, true)
+    assert.equal("FAILED", state_of("part"))
+    assert.equal(0, ciranda("qr", "delete", "part").code)
+    assert.equal("Nothing that our runs have made is left.\n", ciranda("gc").out)
+  end)
+
   it("forgets nothing that a killed program asked for: gc finds it and deletes it", function()
     local argv = command({ "qr", "create", "lost", "--accelerator-type=v5litepod-4", "--node-id=lost" })
     argv.timeout, argv.stdout, argv.stderr = nil, process.DISCARD, process.DISCARD

@@ -161,6 +161,17 @@ describe("run.recreate", function()
     assert.same({}, log)
   end)
 
+  it("waits some minutes when some of the slices were up, and says whose budget it is", function()
+    local tpu = zone_of(message_in("FAILED"))
+    cloud.nodes = nil
+    local more = { limit = 1, failed_pause = 0.02, budget = "--recreate", go_on = "ciranda qr wait job" }
+    assert.is_true(again_on(tpu, more):after(ended("FAILED", { code = "stockout", ready_nodes = 1 })))
+    assert.same({ "delete", "wait DELETED", "create" }, log)
+    assert.equal(0.02, journal:state().recreations[1].pause)
+    assert.matches("asking for it again (1 of --recreate=1)", said[1], 1, true)
+    assert.matches("ciranda qr wait job goes on waiting", said[#said], 1, true)
+  end)
+
   it("waits until a queued resource whose node was taken away is SUSPENDED", function()
     local tpu = zone_of(message_in("ACTIVE"))
     assert.is_true(again_on(tpu):after(ended("ACTIVE")))
