@@ -21,6 +21,9 @@ function M.script(shell)
     }
   end
   local parser = argparse("ciranda", "Runs Cloud TPU Multislice.")
+  for name in pairs(help.commands) do
+    parser:command(name):add_help(false)
+  end
   for _, name in ipairs(help.recipes()) do
     local recipe = require("recipes." .. name)
     local command = parser:command(name, recipe.summary)

@@ -118,13 +118,16 @@ local function check_declaration(recipe_name, flag)
     errors.raise { code = "misuse", message = where .. "a flag needs a name of letters, digits, '_' and '-'" }
   end
   if not CONVERT[flag.type or "string"] then
-    errors.raise { code = "misuse", message = where .. ("there is no type '%s'"):format(tostring(flag.type)) }
+    local message = "%sthere is no type '%s'; there are string, integer, number, boolean, duration, size, list, "
+      .. "directory"
+    errors.raise { code = "misuse", message = message:format(where, tostring(flag.type)) }
   end
 end
 
 --- One line of help: what it is, its choices, its default.
 local function describe(flag)
-  local parts = { flag.help or "" }
+  local text = flag.help or ""
+  local parts = { text:find("%w$") and text .. "." or text }
   if flag.choices then
     table.insert(parts, ("One of %s."):format(table.concat(flag.choices, ", ")))
   end
@@ -178,9 +181,9 @@ function M.declare(parser, recipe_name, recipe)
     check_declaration(recipe_name, flag)
     local element
     if flag.positional then
-      element = parser:argument("p" .. index, describe(flag))
-      element:args(flag.many and "*" or (flag.required and 1 or "?"))
-      element:argname("<" .. flag.name .. ">")
+      element = parser:argument(flag.name, describe(flag)):target("p" .. index)
+      element:args(flag.many and "*" or "?") -- what is missing is told below
+      element:argname(flag.name)
     else
       element = parser:option("--" .. flag.name, describe(flag)):target("p" .. index)
       element:args(flag.type == "boolean" and "?" or 1)
@@ -190,11 +193,32 @@ function M.declare(parser, recipe_name, recipe)
   end
 end
 
+--- The line of usage: what must be given, by name and by place. All other flags stand below it, with their help.
+---@param recipe_name string
+---@param recipe table
+---@return string
+local function usage(recipe_name, recipe)
+  local words = { "Usage: ciranda", recipe_name }
+  local places = {}
+  for _, flag in ipairs(recipe.flags or {}) do
+    if flag.positional then
+      local word = flag.many and flag.name .. "..." or flag.name
+      table.insert(places, flag.required and word or "[" .. word .. "]")
+    elseif flag.required then
+      table.insert(words, ("--%s=%s"):format(flag.name, flag.type or "string"))
+    end
+  end
+  table.insert(words, "[--FLAG=value ...]")
+  table.move(places, 1, #places, #words + 1, words)
+  return table.concat(words, " ")
+end
+
 --- The argparse parser for a recipe.
 ---@param recipe_name string
 ---@param recipe table {summary, description, flags}
 local function parser_of(recipe_name, recipe)
   local parser = argparse("ciranda " .. recipe_name, recipe.description or recipe.summary)
+  parser:usage(usage(recipe_name, recipe))
   parser:help_max_width(100)
   parser:add_help(false)
   M.declare(parser, recipe_name, recipe)
@@ -309,7 +333,8 @@ function M.parse(recipe_name, recipe, words)
     end
     if raw == nil then
       if flag.required then
-        table.insert(missing, flag.positional and "<" .. flag.name .. ">" or "--" .. flag.name)
+        local what = flag.help and (" (%s)"):format(flag.help:gsub("%.$", "")) or ""
+        table.insert(missing, flag.positional and flag.name .. what or "--" .. flag.name)
       end
       values[key] = flag.default
     else
@@ -332,7 +357,7 @@ function M.parse(recipe_name, recipe, words)
   if #missing > 0 then
     errors.raise {
       code = "usage",
-      message = ("%s needs %s (ciranda %s --help)"):format(
+      message = ("%s needs %s; see ciranda %s --help"):format(
         recipe_name,
         table.concat(missing, " and "),
         recipe_name

@@ -16,7 +16,8 @@ usage: ciranda [OPTION...] COMMAND [ARGUMENT...]
   ciranda eval CODE [ARGUMENT...]         run a piece of Lua (-e CODE too)
   ciranda test [PATH...]                  run Busted specs
   ciranda completion SHELL                print completions for bash, zsh or fish
-  ciranda help [RECIPE]   ciranda version
+  ciranda help [RECIPE|COMMAND]           this text, a recipe's flags, or more on a command
+  ciranda version
 
 options, before the command:
   --path DIR         look for modules in DIR first (may be repeated; CIRANDA_PATH is a list separated by ':')
@@ -24,6 +25,10 @@ options, before the command:
   --lua-dir DIR      read built-in modules from DIR (lua/ and recipes/ below it) where they are there
   --json             a recipe prints JSON lines
 ]]
+
+--- Commands that are no recipes, but have a help of their own.
+local OWN =
+  { run = true, repl = true, eval = true, test = true, completion = true, help = true, version = true }
 
 ---@class ciranda.cli.Command
 ---@field kind "script"|"chunk"|"recipe"|"repl"|"test"|"help"|"version"|"completion"
@@ -101,7 +106,10 @@ local function parse(argv)
   end
 
   local word = argv[i]
-  if not word then
+  local following = argv[i + 1]
+  if OWN[word] and (following == "--help" or following == "-h") then
+    command.kind, command.name = "help", word ~= "help" and word or nil
+  elseif not word then
     command.kind = "default"
   elseif word == "repl" or word == "version" then
     command.kind, command.args = word, rest(i + 1, i)

@@ -25,6 +25,27 @@ local M = {}
 local MEANT =
   { queuedresources = "qr", queuedresource = "qr", tpus = "tpu_vm", tpu = "tpu_vm", list = "runs" }
 
+--- How many letters must be changed, added or taken away to make one word of the other.
+---@param from string
+---@param to string
+---@return integer
+local function distance(from, to)
+  local row = {}
+  for column = 0, #to do
+    row[column] = column
+  end
+  for i = 1, #from do
+    local diagonal = row[0]
+    row[0] = i
+    for j = 1, #to do
+      local change = diagonal + (from:byte(i) == to:byte(j) and 0 or 1)
+      diagonal = row[j]
+      row[j] = math.min(change, row[j] + 1, row[j - 1] + 1)
+    end
+  end
+  return row[#to]
+end
+
 --- The message for a name that is no recipe.
 ---@param name string
 ---@return string
@@ -33,9 +54,12 @@ local function unknown_recipe(name)
   local function fold(text)
     return (text:lower():gsub("%.py$", ""):gsub("[-_]", ""))
   end
-  local meant = MEANT[fold(name)]
-  for _, recipe in ipairs(recipes) do
-    meant = fold(recipe) == fold(name) and recipe or meant
+  local meant, least = MEANT[fold(name)], 3
+  for _, recipe in ipairs(meant and {} or recipes) do
+    local far = distance(fold(recipe), fold(name))
+    if far < least and far * 2 < #name then
+      meant, least = recipe, far
+    end
   end
   return ("there is no recipe '%s'; %s (a file is given with its .lua)"):format(
     name,
@@ -140,9 +164,14 @@ local function kind_of(err)
   return "failed", 1
 end
 
---- A message handler: errors of the library carry their traceback, a plain string gets one.
+--- A message handler: errors of the library carry their traceback; a plain string, which is a mistake in the recipe,
+--- gets one that ends where the recipe begins.
 local function with_traceback(err)
-  return type(err) == "string" and debug.traceback(err, 2) or err
+  if type(err) ~= "string" then
+    return err
+  end
+  local trace = debug.traceback(nil, 2):gsub("\n%s*%[C%]: in function 'xpcall'.*", "")
+  return errors.new { code = "internal", message = err, traceback = trace }
 end
 
 --- What a recipe calls a flag: MaxText's have capitals, gcloud's have not.

@@ -122,6 +122,8 @@ local function run_line(scope, chunk, env, write)
     end
   elseif errors.is(outcome[2], "cancelled") then
     write("cancelled\n")
+  elseif type(outcome[2]) == "table" and outcome[2].code == "interrupted" then
+    write("interrupted\n")
   else
     write(errors.text(outcome[2]) .. "\n")
   end
@@ -142,7 +144,11 @@ function M.run()
   local env = setmetatable({ ciranda = require("ciranda"), task = task }, { __index = _G, __newindex = _G })
   local background <close> = task.scope()
   rawset(env, "spawn", function(fn, ...)
-    return background:spawn(function(...)
+    if type(fn) ~= "function" then
+      errors.misuse(2, "spawn takes a function, not a %s: spawn(function() ... end)", type(fn))
+    end
+    local info = debug.getinfo(fn, "S")
+    return background:spawn(("%s:%d"):format(info.short_src, info.linedefined), function(...)
       local ok, err = pcall(fn, ...)
       if not ok and not errors.is(err, "cancelled") then
         write("a background task failed: " .. tostring(err) .. "\n")
@@ -231,6 +237,8 @@ function M.run()
       write(HELP .. "\n")
     elseif command == ".tasks" then
       write(task.dump() .. "\n")
+    elseif command then
+      write(("there is no %s; .help lists what there is\n"):format(command))
     elseif text:find("%S") then
       typed = typed == "" and text or typed .. "\n" .. text
       local chunk, problem, incomplete = compile(typed, env)

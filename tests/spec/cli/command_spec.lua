@@ -1,5 +1,6 @@
 -- The command line, from outside: recipes given as files, help, mistakes.
 local fs = require("ciranda.io.fs")
+local help = require("ciranda.cli.help")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
 
@@ -66,6 +67,9 @@ describe("the command line", function()
     for _, case in ipairs {
       { { "nosuch" }, "no recipe 'nosuch'; the built%-in ones are: attach" },
       { { "multihost_runner.py" }, "did you mean 'multihost_runner'" },
+      { { "multihost_runer", "--COMMAND=ls" }, "did you mean 'multihost_runner'" },
+      { { "help", "atach" }, "did you mean 'attach'" },
+      { { "qr" }, "needs VERB %(create, list, describe" },
       { { "queued-resources", "list" }, "did you mean 'qr'" },
       { { "--nosuch" }, "no option %-%-nosuch" },
       { { "eval" }, "needs a piece of Lua" },
@@ -80,12 +84,35 @@ describe("the command line", function()
   end)
 
   it("lists its recipes, and a recipe's flags", function()
-    local help = ciranda("help")
-    assert.equal(0, help.code)
-    assert.matches("multihost_runner", help.stdout)
+    local all = ciranda("help")
+    assert.equal(0, all.code)
+    assert.matches("multihost_runner", all.stdout)
     local recipe = ciranda("help", "multihost_runner")
     assert.equal(0, recipe.code)
     assert.matches("%-%-TPU_PREFIX", recipe.stdout)
+    assert.matches("^Usage: ciranda multihost_runner %-%-COMMAND=string %[%-%-FLAG", recipe.stdout)
+    local verbs = ciranda("qr", "--help").stdout
+    assert.matches("^Usage: ciranda qr %[%-%-FLAG=value ...%] VERB %[NAME%] %[STATE%]\n", verbs)
+    assert.matches("Arguments:\n +VERB +create, list", verbs)
+  end)
+
+  it("has help for the commands that are no recipes, asked for in either way", function()
+    for name in pairs(help.commands) do
+      for _, words in ipairs { { "help", name }, { name, "--help" } } do
+        local result = ciranda(table.unpack(words))
+        assert.equal(0, result.code)
+        assert.matches(words[2] == name and "^Usage: ciranda " .. name or "^[Uu]sage: ciranda", result.stdout)
+      end
+    end
+  end)
+
+  it("shows a mistake in a recipe with the recipe's own lines", function()
+    fs.write(directory .. "/wrong.lua", "return { run = function()\n  nothing()\nend }")
+    local result = ciranda("run", directory .. "/wrong.lua")
+    assert.equal(1, result.code)
+    assert.matches("wrong.lua:2: attempt to call a nil value", result.stderr, 1, true)
+    assert.equal(1, select(2, result.stderr:gsub("stack traceback", "")), result.stderr)
+    assert.not_matches("xpcall", result.stderr)
   end)
 
   it("writes completions for bash, zsh and fish, and names them when asked for another", function()
