@@ -19,7 +19,8 @@ local BEYOND = 30
 local LISTED = 8
 
 --- Counts the device files and defines `holding` (pids) and `holders` (a line each, of those that are there still when
---- all has been read of them: one that ends meanwhile would look like somebody else's).
+--- all has been read of them). One that ends meanwhile would look like somebody else's, and so would one in the middle
+--- of an exec, which for a moment shows neither words nor environment.
 M.SCAN = [[
 count=0; old=$IFS; IFS=,;
 for prefix in $devices; do for file in "$prefix"[0-9]*; do [ -e "$file" ] && count=$((count+1)); done; done;
@@ -32,8 +33,9 @@ $su find /proc/[0-9]*/fd -maxdepth 1 "(" -lname "$lock" "$@" ")" -printf "%h\n" 
 | sort -u | tr -dc "0-9\n"; };
 holders() { for pid in $(holding); do user=$(stat -c "%u %U" /proc/$pid 2>/dev/null) || continue;
 age=$(ps -o etimes= -p $pid 2>/dev/null | tr -d " ");
-own=$($su cat /proc/$pid/environ 2>/dev/null | tr "\0" "\n" | sed -n "s/^CIRANDA_ATTEMPT_DIR=//p");
+looks=0; words=; while [ -z "$words" ] && [ $looks -lt 5 ]; do [ $looks = 0 ] || sleep 0.1; looks=$((looks+1));
 words=$($su cat /proc/$pid/cmdline 2>/dev/null | tr "\0\n\t" "   " | cut -c1-200);
+own=$($su cat /proc/$pid/environ 2>/dev/null | tr "\0" "\n" | sed -n "s/^CIRANDA_ATTEMPT_DIR=//p"); done;
 $su readlink /proc/$pid/exe >/dev/null 2>&1 || continue;
 printf "holder=%s %s\t%s\t%s\t%s\n" $pid "$user" "$age" "$own" "$words"; done; };
 ]]
@@ -49,8 +51,10 @@ local FREE = worker_script.LOCATE
   .. M.SCAN
   .. [[
 root=$(pwd -P)/{root}; uid=$(id -u);
-ours() { [ "$(stat -c %u /proc/$1 2>/dev/null)" = $uid ] || return 1; [ {kill} = mine ] ||
-tr "\0" "\n" < /proc/$1/environ 2>/dev/null | grep -q "^CIRANDA_ATTEMPT_DIR=$root/"; };
+shown() { tr "\0" "\n" < /proc/$1/environ 2>/dev/null; };
+ours() { [ "$(stat -c %u /proc/$1 2>/dev/null)" = $uid ] || return 1; [ {kill} = mine ] && return;
+env=$(shown $1); [ -n "$env" ] || { sleep 0.1; env=$(shown $1); };
+printf "%s\n" "$env" | grep -q "^CIRANDA_ATTEMPT_DIR=$root/"; };
 left() { for pid in $(holding); do if [ {kill} = all ] || ours $pid; then echo $pid; fi; done; };
 for step in TERM:{grace} KILL:{patience}; do
 ticks=0; while pids=$(left); [ -n "$pids" ] && [ $ticks -lt $((${step#*:} * 4)) ]; do

@@ -276,9 +276,10 @@ function Machine:boot(scope)
   self.world.events:add("machine", ("%s worker %d"):format(self.node.id, self.worker), "booted")
 end
 
--- The processes of a worker without namespaces: what descends from its sshd, and what still carries its mark.
+-- The processes of a worker without namespaces: what descends from its sshd, and what still carries its mark; and
+-- how many there are that may carry it.
 local function belongings(self)
-  local list = {}
+  local list, unknown = {}, 0
   for _, pid in ipairs(self.listener and self.listener:pids() or {}) do
     list[#list + 1] = processes.get(pid)
     for _, found in ipairs(processes.descendants(pid)) do
@@ -287,19 +288,22 @@ local function belongings(self)
   end
   local mark = "CIRANDA_SIM_WORKER=" .. self.directory
   for _, pid in ipairs(processes.pids()) do
-    if processes.has_environment(pid, mark) then
+    local marked = processes.has_environment(pid, mark)
+    if marked then
       list[#list + 1] = processes.get(pid)
+    elseif marked == nil then
+      unknown = unknown + 1
     end
   end
-  return list
+  return list, unknown
 end
 
 -- As the power switch: nobody is asked.
 local function kill_all(self)
   local deadline = uv.now() + KILL_DEADLINE * 1000
   repeat
-    local left = 0
-    for _, found in ipairs(belongings(self)) do
+    local list, left = belongings(self)
+    for _, found in ipairs(list) do
       if processes.signal(found, "sigkill") then
         left = left + 1
       end

@@ -23,10 +23,8 @@ local function read(path)
   return data
 end
 
---- One process, nil when there is none.
----@param pid integer
----@return ciranda.sim.Process?
-function M.get(pid)
+-- The fields of /proc/PID/stat that follow the name (proc(5): the third is the first here); nil when there is none.
+local function stat_fields(pid)
   local stat = read(("/proc/%d/stat"):format(pid))
   -- The name is in parentheses and may itself contain any of them.
   local rest = stat and stat:match("^.*%) (.*)$")
@@ -37,7 +35,15 @@ function M.get(pid)
   for field in rest:gmatch("%S+") do
     fields[#fields + 1] = field
   end
-  return { pid = pid, state = fields[1], parent = tonumber(fields[2]), start = fields[20] }
+  return fields
+end
+
+--- One process, nil when there is none.
+---@param pid integer
+---@return ciranda.sim.Process?
+function M.get(pid)
+  local fields = stat_fields(pid)
+  return fields and { pid = pid, state = fields[1], parent = tonumber(fields[2]), start = fields[20] }
 end
 
 --- The ids of all processes.
@@ -119,9 +125,23 @@ end
 --- Whether a process has a variable with this value in the environment it was started with.
 ---@param pid integer
 ---@param setting string "NAME=value"
----@return boolean
+---@return boolean? known nil in the middle of an exec, when for a moment nobody can tell: look again
 function M.has_environment(pid, setting)
-  local environment = read(("/proc/%d/environ"):format(pid))
+  local environment
+  for _ = 1, 2 do
+    environment = read(("/proc/%d/environ"):format(pid))
+    if environment ~= "" then
+      break
+    end
+    local fields = stat_fields(pid)
+    -- A zombie and a thread of the kernel have no memory (vsize); an exec has some, and no end of an environment
+    -- (env_end) yet. Where there is one, the exec has just ended, or there is nothing in it: the second look tells.
+    if not fields or fields[21] == "0" then
+      break
+    elseif fields[49] == "0" then
+      return nil
+    end
+  end
   return environment ~= nil and ("\0" .. environment .. "\0"):find("\0" .. setting .. "\0", 1, true) ~= nil
 end
 

@@ -86,6 +86,21 @@ describe("run.holders", function()
     assert.equal("SIGTERM", left:wait().signal)
   end)
 
+  it("does not take what is in the middle of an exec for somebody else's", function()
+    local home = uv.fs_realpath(place.machines["0.0"].home)
+    local other = hold("0.0", "dev/accel0", nil, { CIRANDA_ATTEMPT_DIR = home .. "/.ciranda/r0/0001-aaaaaa" })
+    -- The first look at its words and the first at its environment come back as they do in that moment: without any.
+    place:shadow(
+      "0.0",
+      "cat",
+      "case $1 in /proc/*/cmdline|/proc/*/environ) seen=~/seen-${1##*/}\n"
+        .. '[ -e $seen ] || { : > $seen; exit 0; };; esac\nexec {real} "$@"\n'
+    )
+    place:gang("r1", "true"):stage()
+    assert.is_truthy(uv.fs_stat(place:path("0.0", "seen-environ")))
+    assert.equal("SIGTERM", other:wait().signal)
+  end)
+
   it("does not take another home's attempt for ours", function()
     local other =
       hold("0.0", "dev/accel0", nil, { CIRANDA_ATTEMPT_DIR = "/home/other/.ciranda/r0/0001-aaaaaa" })

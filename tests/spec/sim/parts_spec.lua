@@ -159,11 +159,56 @@ describe("processes", function()
     assert.are.equal(shell.pid, family[1].parent)
     assert.is_true(processes.holds(shell.pid, "/dev/ful"))
     assert.is_false(processes.holds(shell.pid, "/dev/vfio/"))
+    task.timeout(20, function()
+      while processes.has_environment(family[1].pid, "CIRANDA_SPEC_MARK=here") == nil do
+        task.sleep(0.01)
+      end
+    end)
     assert.is_true(processes.has_environment(family[1].pid, "CIRANDA_SPEC_MARK=here"))
     assert.is_false(processes.has_environment(family[1].pid, "CIRANDA_SPEC_MARK=her"))
     assert.is_true(processes.signal(family[1], "sigkill"))
     shell:wait()
     assert.is_false(processes.signal(family[1], "sigkill"))
     assert.is_nil(processes.get(shell.pid))
+  end)
+
+  it("that are in the middle of an exec are never taken for others", function()
+    for _ = 1, 100 do
+      local shell <close> = process.spawn({
+        "/bin/sh",
+        "-c",
+        "sleep 60 & echo up; wait",
+        env = { CIRANDA_SPEC_MARK = "here" },
+        stdout = process.PIPE,
+      })
+      assert.are.equal("up\n", shell.stdout:read())
+      local child = processes.descendants(shell.pid)[1]
+      local looks, marked = 0, nil
+      task.timeout(20, function()
+        repeat
+          marked = processes.has_environment(child.pid, "CIRANDA_SPEC_MARK=here")
+          looks = looks + 1
+        until marked == false or looks > 20 and marked ~= nil
+      end)
+      assert.is_true(processes.signal(child, "sigkill"))
+      shell:wait()
+      assert.is_true(marked)
+    end
+  end)
+
+  it("with an empty environment, threads of the kernel and zombies have no variable", function()
+    local bare <close> = process.spawn({ "/bin/sleep", "60", env = {}, clear_env = true })
+    task.timeout(20, function()
+      while processes.has_environment(bare.pid, "A=b") == nil do
+        task.sleep(0.01)
+      end
+    end)
+    assert.is_false(processes.has_environment(bare.pid, "A=b"))
+    for _, pid in ipairs(processes.pids()) do
+      local found = processes.get(pid)
+      if found and (found.state == "Z" or found.parent == 2) then
+        assert.is_not_true(processes.has_environment(pid, "A=b"))
+      end
+    end
   end)
 end)
