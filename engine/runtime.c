@@ -4,6 +4,7 @@
 #include "embedded.h"
 #include "host.h"
 #include "interrupt.h"
+#include "memory.h"
 #include "modules.h"
 
 #include <assert.h>
@@ -40,6 +41,9 @@ typedef struct hook {
 
 struct cir_runtime {
   lua_State *L;
+  cir_memory memory; /* the state's */
+  bool warns;        /* warn() is on, and */
+  bool continues;    /* what comes is a further piece of a warning */
   uv_loop_t loop;
   uv_idle_t idle; /* active while something is deferred, so that the loop does not block in poll */
   deferred *first, **last;
@@ -376,6 +380,30 @@ static int boot(lua_State *L) {
   return 1;
 }
 
+/* An error that nobody caught: lua_pcall is around everything, so Lua's memory has run out in a
+ * place where it cannot be told. The process ends. */
+static int panic(lua_State *L) {
+  const char *text = lua_tostring(L, -1);
+  fprintf(stderr, "ciranda: %s\n", text != NULL ? text : "an error that is no string");
+  return 0;
+}
+
+/* What warn() says, in pieces, as the lua program has it: "@on" and "@off" alone are orders, and it
+ * begins as off. */
+static void on_warning(void *opaque, const char *text, int more) {
+  cir_runtime *rt = opaque;
+  if (!rt->continues && !more && text[0] == '@') {
+    if (strcmp(text, "@on") == 0)
+      rt->warns = true;
+    else if (strcmp(text, "@off") == 0)
+      rt->warns = false;
+    return;
+  }
+  if (rt->warns)
+    fprintf(stderr, "%s%s%s", rt->continues ? "" : "Lua warning: ", text, more ? "" : "\n");
+  rt->continues = more != 0;
+}
+
 static int boot_handler(lua_State *L) {
   const char *text = luaL_tolstring(L, 1, NULL);
   luaL_traceback(L, L, text, 1);
@@ -422,7 +450,6 @@ static void shut_down(cir_runtime *rt, int status) {
     free(item);
   }
   lua_settop(rt->L, 0);
-  lua_gc(rt->L, LUA_GCCOLLECT);
   uv_walk(&rt->loop, close_luv_handle, rt->L);
   cir_interrupt_stop(rt);
 
@@ -438,6 +465,7 @@ static void shut_down(cir_runtime *rt, int status) {
       leave(status);
     uv_walk(&rt->loop, close_luv_handle, rt->L);
   }
+  cir_memory_closing(&rt->memory);
   lua_close(rt->L);
   if (rt->first != NULL || uv_loop_alive(&rt->loop))
     leave(status);
@@ -448,6 +476,7 @@ static void shut_down(cir_runtime *rt, int status) {
   assert(left == 0);
   (void)left;
   free(rt->room);
+  cir_memory_free(&rt->memory);
   free(rt);
 }
 
@@ -480,11 +509,13 @@ int cir_main(int argc, char **argv, const char *lua_dir) {
   uv_idle_init(&rt->loop, &rt->idle);
   rt->idle.data = NULL;
 
-  rt->L = luaL_newstate();
+  rt->L = lua_newstate(cir_memory_alloc, &rt->memory);
   if (rt->L == NULL || cir_interrupt_start(rt) < 0) {
     fputs("ciranda: cannot start: out of memory or threads\n", stderr);
     return 1;
   }
+  lua_atpanic(rt->L, panic);
+  lua_setwarnf(rt->L, on_warning, rt);
   *(cir_runtime **)lua_getextraspace(rt->L) = rt;
   luv_set_loop(rt->L, &rt->loop);
   luv_set_callback(rt->L, cir_luv_call);
@@ -497,5 +528,8 @@ int cir_main(int argc, char **argv, const char *lua_dir) {
   else
     status = (int)lua_tointeger(rt->L, -1);
   shut_down(rt, status);
+#ifndef __SANITIZE_ADDRESS__ /* which looks for leaks when main returns */
+  leave(status);
+#endif
   return status;
 }

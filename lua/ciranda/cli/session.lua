@@ -6,6 +6,10 @@ local task = require("ciranda.task")
 
 local M = {}
 
+--- KiB that may be allocated before the first cycle begins: a short program ends before it, and what it has loaded by
+--- then would be looked at for nothing.
+local FIRST_CYCLE = 8192
+
 --- Exit statuses by signal: 128+n, and 129 for a terminal that went away.
 local SIGNAL_STATUS = { SIGINT = 130, SIGTERM = 143, SIGHUP = 129 }
 
@@ -135,6 +139,7 @@ function M.run(fn)
   -- A cycle begins when memory has grown fourfold, not twofold: most programs are short and small.
   collectgarbage("incremental", 400, 0, 0)
   collectgarbage("restart")
+  collectgarbage("step", -FIRST_CYCLE) -- as if so much had been freed
   require("ciranda.io.stdio").install()
   require("ciranda.task.loader").install()
   rawset(os, "exit", orderly_exit)
