@@ -42,7 +42,7 @@ describe("the state's memory", function()
         churn()
         local before = churn()
         for _ = 1, 5 do churn() end
-        print((uv.resident_set_memory() - before) >> 20)]],
+        print((uv.resident_set_memory() - before) / (1 << 20))]],
       env = { ASAN_OPTIONS = "quarantine_size_mb=1" }, -- else AddressSanitizer holds back what was freed
       timeout = 60,
     })
