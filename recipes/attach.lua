@@ -1,5 +1,7 @@
 --- attach: takes up a run whose runner is gone.
+local err = require("ciranda.io.error")
 local launch = require("ciranda.run.launch")
+local runs = require("ciranda.run.runs")
 
 return {
   summary = "take up a run whose runner is gone: follow its logs to the end",
@@ -23,11 +25,18 @@ return {
     },
   },
   run = function(context)
+    local run = context.flags.RUN
+    local runner, life = runs.runner(runs.read(run))
+    if life == "alive" then
+      local form = "run %s is in the hands of process %d on this machine: `ciranda logs %s --follow` shows it, "
+        .. "`ciranda stop %s` ends it"
+      err.raise { code = "busy", op = "attach", target = run, message = form:format(run, runner.pid, run, run) }
+    end
     if context.flags.detach then
-      return require("ciranda.run.detach").run(context, context.flags.RUN, true)
+      return require("ciranda.run.detach").run(context, run, true)
     end
     local result = launch.attach({
-      run = context.flags.RUN,
+      run = run,
       connect_options = {},
       progress = context.progress,
       json = context.json,

@@ -265,7 +265,7 @@ function M.run(context)
   local scope <close> = task.scope()
   screen:expect(workers)
   screen:start(scope)
-  local positions = {}
+  local positions, any = {}, false
   --- Shows what is there and was not shown; true when there was something.
   local function show()
     task.map(workers, function(worker)
@@ -273,6 +273,7 @@ function M.run(context)
       while positions[worker] < size do
         local bytes, first = source.read(worker, positions[worker], math.min(PIECE, size - positions[worker]))
         positions[worker] = (first or positions[worker]) + #bytes
+        any = true
         if #workers == 1 then
           screen:raw(bytes)
         else
@@ -301,6 +302,12 @@ function M.run(context)
       "Run %s has no runner: %s. ciranda attach %s takes it up.",
       state.run,
       remote and "this was read on its workers" or "what its workers have written since is not here",
+      state.run
+    )
+  elseif not any and not flags.tail then
+    context.progress:say(
+      "What you asked for of run %s is empty; ciranda runs %s says how it stands",
+      state.run,
       state.run
     )
   end

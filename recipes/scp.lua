@@ -272,7 +272,7 @@ function M.run(context)
   if result.status == 0 then
     result.message = ("%s %s %s"):format(
       #copy.sources == 1 and copy.sources[1] or #copy.sources .. " sources",
-      copy.push and "is on" or "is here, from",
+      copy.push and "is on" or ("is in %s, from"):format(copy.target),
       nodeset.fold(workers)
     )
   end

@@ -187,6 +187,24 @@ function M.sort(messages)
   end
 end
 
+--- Says, on standard error, which fields of a filter nothing in the list has: most often they are misspelt.
+---@param items table[]
+---@param paths string[]
+local function tell_absent(items, paths)
+  for _, path in ipairs(#items > 0 and paths or {}) do
+    local read, there = fields_of.reader(path), false
+    for place = 1, #items do
+      there = read(items[place]) ~= nil
+      if there then
+        break
+      end
+    end
+    if not there then
+      io.stderr:write(("--filter: nothing in the list has a field %s\n"):format(path))
+    end
+  end
+end
+
 --- Prints a list on standard output.
 ---@param items table[]
 ---@param options { columns: ciranda.cli.Column[], filter: string?, format: string? }
@@ -195,7 +213,8 @@ function M.print(items, options)
   local format = parsed(options.format)
   local chosen = items
   if options.filter then
-    local matches = M.filter(options.filter)
+    local matches, paths = require("ciranda.cli.filter").compile(options.filter)
+    tell_absent(items, paths)
     chosen = {}
     for _, item in ipairs(items) do
       if matches(item) then

@@ -249,6 +249,10 @@ function Client:request(call)
       if tries > 1 then
         err.message = ("%s (tried %d times in %.0f s)"):format(err.message, tries, self:now() - began)
       end
+      if errors.is(err, "resolve") then
+        err.message = err.message
+          .. " (is this machine in a network that resolves names? a proxy of the environment is not used)"
+      end
       self:name_caller(err)
       err.traceback = nil
       errors.raise(err)

@@ -162,8 +162,27 @@ end
 ---@param name string
 ---@param arguments ciranda.gcp.TpuCall?
 ---@return table message
+--- Raises what the client raises; `not_found` says in our words what is not where.
 function Tpu:call(name, arguments)
-  return (self.client:json(prepare(self, name, arguments or {})))
+  local called, message = pcall(self.client.json, self.client, prepare(self, name, arguments or {}))
+  if called then
+    return message
+  end
+  local id = arguments and (arguments.queuedResource or arguments.node)
+  if id and errors.is(message, "not_found") then
+    local queued = arguments.queuedResource ~= nil
+    message.target = id
+    local form =
+      "there is no %s %s in zone %s of project %s (`ciranda %s list --zone=-` has those of all zones)"
+    message.message = form:format(
+      queued and "queued resource" or "node",
+      id,
+      arguments.zone or self.zone,
+      self.project,
+      queued and "qr" or "tpu_vm"
+    )
+  end
+  return error(message, 0)
 end
 
 --- All items of a list method.

@@ -26,6 +26,17 @@ describe("guard on this machine", function()
     return json.decode(result.out)
   end
 
+  --- Lets the command end (it waits for the file `over`), and looks at what is left of the run: it ran once.
+  local function see_the_end(run, over, ran)
+    fs.write(over, "")
+    assert(support.ssh.wait_for(function()
+      return standing(run).state == "ended"
+    end, 40))
+    assert.same({ 6, "user" }, { standing(run).status, standing(run).kind })
+    assert.equal("run\n", fs.read(ran))
+    assert.equal("begun\nover\n", recipe("logs", run).out)
+  end
+
   it("runs a command once, shows its output, returns its status, and can be taken up by its name", function()
     local marker = place.root .. "/ran"
     local result =
@@ -100,13 +111,7 @@ describe("guard on this machine", function()
       second = standing(run)
       return second.state == "running" and second.runner.pid ~= first.runner.pid
     end, 40))
-    fs.write(over, "")
-    assert(support.ssh.wait_for(function()
-      return standing(run).state == "ended"
-    end, 40))
-    assert.same({ 6, "user" }, { standing(run).status, standing(run).kind })
-    assert.equal("run\n", fs.read(ran))
-    assert.equal("begun\nover\n", recipe("logs", run).out)
+    see_the_end(run, over, ran)
     local directory = place.root .. "/state/ciranda/guard/"
     local name
     for _, entry in ipairs(fs.list(directory)) do
@@ -149,13 +154,8 @@ describe("guard on this machine", function()
       local second = recipe("attach", run, "--detach")
       assert.is_true(second.code ~= 0)
       assert.matches("is in the hands of process", second.err, 1, true)
-      fs.write(over, "")
-      assert(support.ssh.wait_for(function()
-        return standing(run).state == "ended"
-      end, 40))
-      assert.same({ 6, "user" }, { standing(run).status, standing(run).kind })
-      assert.equal("run\n", fs.read(ran))
-      assert.equal("begun\nover\n", recipe("logs", run).out)
+      assert.matches(("`ciranda logs %s --follow` shows it"):format(run), second.err, 1, true)
+      see_the_end(run, over, ran)
       local late = recipe("attach", run, "--detach")
       assert.is_true(late.code ~= 0)
       assert.matches(("run %s has ended: user, exit status 6"):format(run), late.err, 1, true)

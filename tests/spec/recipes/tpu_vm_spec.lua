@@ -83,7 +83,11 @@ describe("tpu_vm", function()
     local list = json.decode(filtered.out)
     assert.equal(1, #list)
     assert.matches("/nodes/job%-1$", list[1].name)
-    assert.equal("[]\n", cloud:run("tpu_vm", "list", "--filter=STOPPED", "--format=json").out)
+    local none = cloud:run("tpu_vm", "list", "--filter=STOPPED", "--format=json")
+    assert.same({ "[]\n", "" }, { none.out, none.err })
+    local misspelt = cloud:run("tpu_vm", "list", "--filter=stat=READY", "--format=json")
+    assert.same({ 0, "[]\n" }, { misspelt.code, misspelt.out })
+    assert.matches("nothing in the list has a field stat\n", misspelt.err)
   end)
 
   it(
@@ -95,7 +99,9 @@ describe("tpu_vm", function()
       assert.equal(0, result.code, result.err)
       assert.matches("Deleting node noted", result.err, 1, true)
       assert.equal("Nothing that our runs have made is left.\n", cloud:run("gc").out)
-      assert.equal(1, cloud:run("tpu_vm", "describe", "noted").code)
+      local gone = cloud:run("tpu_vm", "describe", "noted")
+      assert.equal(1, gone.code)
+      assert.matches("there is no node noted in zone us-west4-a of project", gone.err, 1, true)
     end
   )
 
