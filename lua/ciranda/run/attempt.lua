@@ -4,9 +4,10 @@
 -- step here may be repeated after a lost connection: what has been staged stays staged, what was started is not
 -- started again, and a log is followed from the byte after the last one that arrived.
 local err = require("ciranda.io.error")
-local json = require("ciranda.io.json")
+local following = require("ciranda.run.following")
 local link_of = require("ciranda.fleet.link")
 local pace = require("ciranda.fleet.pace")
+local records = require("ciranda.run.record")
 local staging = require("ciranda.run.staging")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -19,17 +20,8 @@ local SHORT = 60
 --- A follow that has had nothing to say for this long ends and is begun again: so a connection that died
 --- without a word is noticed after this time and SHORT.
 local IDLE = 60
---- The guard's exit status for "nothing came for so long".
-local GUARD_IDLE = 4
---- The offset from which the guard copies nothing: it only waits for the end.
-local WAIT_ONLY = "8e15"
---- Seconds that a tree outlives its leader before that is worth a word.
-local LEADER_NOTICE = 5
---- And the one for an attempt of which neither a guard nor a process is left.
+--- The guard's exit status for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST = 3
-
---- Failures after which a worker that was followed is lost: another machine answers at its address, or none.
-local LOST = { "lost", "hostkey", "auth", "resolve" }
 
 --- Reasons in a record: another attempt of ours has ended this one; the guard itself got SIGTERM, as at a shutdown.
 M.TAKEN = "another attempt takes its place"
@@ -230,7 +222,6 @@ function Attempt:rejoin()
 end
 
 --- Runs a subcommand of the guard.
----@private
 ---@param arguments string subcommand, `%s` for the attempt's directory, options
 ---@param options table?
 ---@param path string? of another attempt
@@ -284,15 +275,6 @@ function Attempt:end_earlier(path, grace)
   end
 end
 
---- The JSON line in what the guard printed.
----@param text string?
----@return table?
-local function reply(text)
-  local line = ("\n" .. (text or "")):match(".*\n(%b{})%s*$")
-  local ok, value = pcall(json.decode, line or "", nil, true)
-  return ok and type(value) == "table" and value or nil
-end
-
 --- Has the worker taken the connection, and not answered in time?
 local function is_slow(problem)
   return err.is(problem, "timeout") and (problem.op == "ssh.exec" or pace.is_slow(problem))
@@ -300,7 +282,6 @@ end
 
 --- Repeats `fn` while the connection breaks, until it has been broken for too long. While its handshake waits for its
 --- turn a worker has not failed to answer.
----@private
 ---@param seconds number
 ---@param what string
 ---@param fn fun(): any
@@ -356,7 +337,7 @@ function Attempt:go(seconds)
   local half = (wall() - sent) / 2
   self.grew = now()
   self:expect(answer, "starting the command")
-  local status = reply(answer.stdout)
+  local status = records.reply(answer.stdout)
   self.started_at = status and type(status.started_at) == "number" and status.started_at or nil
   -- What was started just now was so between question and answer, which may tell the clocks better than the probe did.
   if self.started_at and tries == 1 and self.facts and half < (self.clock_error or math.huge) then
@@ -370,7 +351,7 @@ end
 -- Raises connection errors; "failed" when the guard's answer cannot be read.
 function Attempt:status()
   local answer = self:ask_guard("status %s")
-  local value = reply(answer.stdout)
+  local value = records.reply(answer.stdout)
   if not value then
     -- A machine that was made anew has neither guard nor attempt.
     if answer.code == 127 or answer.code == 126 then
@@ -384,87 +365,6 @@ function Attempt:status()
   return value
 end
 
---- Follows the log on one connection, until its end, until it has been idle, or until the connection breaks.
----@private
----@param sink fun(bytes: string)? nil: its end is waited for, and nothing is copied
----@return table answer
-function Attempt:follow_once(sink)
-  local from = sink and self.received or WAIT_ONLY
-  local line = ("follow %%s --from %s --idle-exit %.3f"):format(from, self.idle)
-  if self.leader_only or not self.leader then
-    line = line .. " --leader-only 1"
-  end
-  local index, answer = task.race({
-    function()
-      return self:ask_guard(line, {
-        endless = true,
-        on_stdout = function(bytes)
-          self.received = self.received + #bytes
-          self.last_contact = now()
-          self.grew = self.last_contact
-          sink(bytes)
-        end,
-      }, nil, true)
-    end,
-    function()
-      local began = now()
-      repeat
-        task.sleep(self.idle / 4)
-      until now() - math.max(began, self.last_contact) > self.idle + SHORT
-    end,
-    function()
-      if self.leader and not self.leader_told then
-        task.sleep(LEADER_NOTICE)
-        self.leader_told = true
-        if self.on_leader then
-          self.on_leader(self.leader)
-        end
-      end
-      task.event():wait()
-    end,
-  })
-  if index == 2 then
-    self.link:drop(self.link:connection())
-    err.raise({
-      code = "timeout",
-      op = "follow",
-      target = link_of.title(self.worker),
-      message = ("%s has sent nothing for %.0f s, not even that there is nothing"):format(
-        link_of.title(self.worker),
-        self.idle + SHORT
-      ),
-    })
-  end
-  return answer
-end
-
---- Takes note of what a status line says besides the state.
----@private
----@param status table
-function Attempt:note_status(status)
-  if type(status.log_idle) == "number" then
-    self.grew = math.max(self.grew, now() - status.log_idle)
-  end
-  local leader = type(status.leader) == "table" and status.leader
-  if leader and type(leader.ended_at) == "number" then
-    self.leader = leader
-  end
-end
-
---- Goes on after what the worker no longer keeps.
----@private
----@param said table status or record
-function Attempt:skip_gap(said)
-  local first = type(said.log_first) == "number" and said.log_first or 0
-  if first > self.received then
-    local from = self.received
-    self.received = first
-    if self.on_gap then
-      self.on_gap(from, first)
-    end
-  end
-end
-
 --- Follows the log to its end, through lost connections; returns the exit record. With `leader_only` the end is the
 --- leader's, and what is returned for a record is the status line.
 ---@param sink fun(bytes: string)? gets each byte of the log once, in order; nil: only the end is waited for
@@ -472,59 +372,7 @@ end
 ---@return string? why it is lost
 -- Raises only cancellation and what is no fault of the connection.
 function Attempt:follow(sink)
-  while true do
-    local ok, answer = pcall(self.persist, self, self.lost_after, "follow", function()
-      return self:follow_once(sink)
-    end)
-    if not ok then
-      if err.is(answer, table.unpack(LOST)) then
-        return nil, answer.message
-      end
-      error(answer, 0)
-    end
-    local idle = answer.code == GUARD_IDLE
-    local status = reply(answer.stderr)
-    if not status then
-      ok, status = pcall(self.persist, self, self.lost_after, "status", function()
-        return self:status()
-      end)
-      if not ok then
-        if err.is(status, table.unpack(LOST)) then
-          return nil, status.message
-        end
-        error(status, 0)
-      end
-    end
-    self:note_status(status)
-    local record = type(status.record) == "table" and status.record
-    if sink then
-      self:skip_gap(record or status)
-    end
-    if record and (not sink or self.received >= (record.log_bytes or 0)) then
-      return record
-    elseif not record and self.leader_only and self.leader and answer.code == 0 then
-      return status
-    elseif status.state == "gone" then
-      return nil, "the machine was made anew: neither the guard nor the attempt is there"
-    elseif status.state == "lost" then
-      if status.rebooted then
-        return nil, "the machine was restarted"
-      end
-      -- Somebody killed both guarding processes: a new one watches what is left.
-      local adopted = self:persist(self.lost_after, "adopt", function()
-        return self:ask_guard("adopt %s")
-      end)
-      if adopted.code ~= 0 then
-        return nil, "the guard was killed and nothing of the command is left"
-      end
-    elseif status.state == "staged" then
-      return nil, "the command was never started"
-    end
-    if not idle then
-      -- It ended early: the connection was closed in good order by the other side.
-      task.sleep(0.2)
-    end
-  end
+  return following.follow(self, sink)
 end
 
 --- The end of the log, as the worker has it.
@@ -557,7 +405,7 @@ function Attempt:stop(grace, reason, on_told)
       on_stderr = on_told and hear,
     })
   end)
-  return reply(answer.stdout)
+  return records.reply(answer.stdout)
 end
 
 --- How the attempt ended, from its record.
@@ -565,40 +413,7 @@ end
 ---@param why string? when there is none
 ---@return ciranda.run.Outcome
 function Attempt:outcome(record, why)
-  local outcome = { worker = self.worker }
-  if not record then
-    outcome.lost = why or "there is no exit record"
-    outcome.at = wall() - (now() - self.last_contact)
-    return outcome
-  end
-  local leader = type(record.leader) == "table" and record.leader or {}
-  local function number(value)
-    return type(value) == "number" and value or nil
-  end
-  local ended = number(leader.ended_at) or number(record.ended_at)
-  outcome.at = ended and ended - self.clock_offset
-  local stopped_at = record.stopped and number(record.stopped_at)
-  local failed_before = stopped_at
-    and number(leader.ended_at)
-    and leader.ended_at < stopped_at
-    and (number(leader.signal) or (number(leader.code) or 0) ~= 0)
-  outcome.stopped = stopped_at ~= nil and stopped_at ~= false and not failed_before
-  if outcome.stopped then
-    outcome.reason = type(record.reason) == "string" and record.reason or nil
-    outcome.stopped_at = stopped_at - self.clock_offset
-    outcome.took = math.max(0, (number(record.ended_at) or stopped_at) - stopped_at)
-    outcome.killed = (number(record.killed) or 0) > 0
-  end
-  if outcome.stopped then
-    outcome.code = number(record.status)
-  else
-    outcome.signal = number(leader.signal)
-    outcome.code = not outcome.signal and (number(leader.code) or number(record.status)) or nil
-  end
-  if not outcome.code and not outcome.signal then
-    outcome.lost = type(record.error) == "string" and record.error or "its status is unknown"
-  end
-  return outcome
+  return records.outcome(self, record, why)
 end
 
 return M

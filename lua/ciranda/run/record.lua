@@ -1,0 +1,59 @@
+--- What the guard on a worker says of an attempt: the line of JSON in its answer, and how an exit record reads.
+local json = require("ciranda.io.json")
+local uv = require("luv")
+
+local M = {}
+
+--- The JSON line in what the guard printed.
+---@param text string?
+---@return table?
+function M.reply(text)
+  local line = ("\n" .. (text or "")):match(".*\n(%b{})%s*$")
+  local ok, value = pcall(json.decode, line or "", nil, true)
+  return ok and type(value) == "table" and value or nil
+end
+
+--- How the attempt ended, from its record.
+---@param attempt ciranda.run.Attempt
+---@param record table?
+---@param why string? when there is none
+---@return ciranda.run.Outcome
+function M.outcome(attempt, record, why)
+  local outcome = { worker = attempt.worker }
+  if not record then
+    outcome.lost = why or "there is no exit record"
+    local seconds, microseconds = uv.gettimeofday()
+    outcome.at = seconds + microseconds / 1e6 - (uv.hrtime() / 1e9 - attempt.last_contact)
+    return outcome
+  end
+  local leader = type(record.leader) == "table" and record.leader or {}
+  local function number(value)
+    return type(value) == "number" and value or nil
+  end
+  local ended = number(leader.ended_at) or number(record.ended_at)
+  outcome.at = ended and ended - attempt.clock_offset
+  local stopped_at = record.stopped and number(record.stopped_at)
+  local failed_before = stopped_at
+    and number(leader.ended_at)
+    and leader.ended_at < stopped_at
+    and (number(leader.signal) or (number(leader.code) or 0) ~= 0)
+  outcome.stopped = stopped_at ~= nil and stopped_at ~= false and not failed_before
+  if outcome.stopped then
+    outcome.reason = type(record.reason) == "string" and record.reason or nil
+    outcome.stopped_at = stopped_at - attempt.clock_offset
+    outcome.took = math.max(0, (number(record.ended_at) or stopped_at) - stopped_at)
+    outcome.killed = (number(record.killed) or 0) > 0
+  end
+  if outcome.stopped then
+    outcome.code = number(record.status)
+  else
+    outcome.signal = number(leader.signal)
+    outcome.code = not outcome.signal and (number(leader.code) or number(record.status)) or nil
+  end
+  if not outcome.code and not outcome.signal then
+    outcome.lost = type(record.error) == "string" and record.error or "its status is unknown"
+  end
+  return outcome
+end
+
+return M
