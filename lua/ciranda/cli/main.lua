@@ -47,6 +47,34 @@ local function usage_error(format, ...)
   return nil
 end
 
+--- What follows `run`: its own options, the recipe, the recipe's words.
+---@param command ciranda.cli.Command completed
+---@param words string[] consumed
+---@return ciranda.cli.Command? command nil after a usage error
+local function run_command(command, words)
+  local sim = {}
+  while words[1] and words[1]:sub(1, 1) == "-" do
+    local option = table.remove(words, 1)
+    if option == "--json" then
+      command.json = true
+    elseif option == "--sim" or option:find("^%-%-sim%-[%w-]+=") then
+      local key, value = option:match("^%-%-sim%-([%w-]+)=(.*)$")
+      if key then
+        sim[key] = value
+      end
+      command.sim = sim
+    else
+      return usage_error("run has no option %s; a recipe's own flags follow its name", option)
+    end
+  end
+  if not words[1] then
+    return usage_error("run needs a recipe: a built-in one (ciranda help) or a file")
+  end
+  command.kind, command.name, command.args = "recipe", table.remove(words, 1), words
+  return command
+end
+
+--- What stands before the command, and which command it is.
 ---@param argv string[] from 0
 ---@return ciranda.cli.Command? command nil after a usage error
 local function parse(argv)
@@ -124,27 +152,7 @@ local function parse(argv)
   elseif word == "test" then
     command.kind, command.args = "test", rest(i + 1, i)
   elseif word == "run" then
-    command.kind = "recipe"
-    local words = rest(i + 1, i)
-    local sim = {}
-    while words[1] and words[1]:sub(1, 1) == "-" do
-      local option = table.remove(words, 1)
-      if option == "--json" then
-        command.json = true
-      elseif option == "--sim" or option:find("^%-%-sim%-[%w-]+=") then
-        local key, value = option:match("^%-%-sim%-([%w-]+)=(.*)$")
-        if key then
-          sim[key] = value
-        end
-        command.sim = sim
-      else
-        return usage_error("run has no option %s; a recipe's own flags follow its name", option)
-      end
-    end
-    if not words[1] then
-      return usage_error("run needs a recipe: a built-in one (ciranda help) or a file")
-    end
-    command.name, command.args = table.remove(words, 1), words
+    return run_command(command, rest(i + 1, i))
   elseif word == "-" or word:find("%.lua$") or word:find("/") then
     command.kind, command.name, command.args = "script", word, rest(i, i)
     for k = 0, i - 1 do

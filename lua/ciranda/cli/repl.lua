@@ -129,20 +129,12 @@ local function run_line(scope, chunk, env, write)
   end
 end
 
---- Runs the REPL until the end of input.
----@return integer status
-function M.run()
-  local terminal = uv.guess_handle(0) == "tty"
-  require("ciranda.cli.prompt").install()
-  local edit = terminal and require("ciranda.core.edit") or nil
-  local on_line -- completes the wait for a line
-  local write = edit and edit.print or function(text)
-    io.write(text)
-    io.flush()
-  end
-
+--- What the names at the prompt mean: those of any script, `ciranda`, `task`, `spawn`, and a `print` above the prompt.
+---@param background ciranda.Scope
+---@param write fun(text: string)
+---@return table
+local function environment(background, write)
   local env = setmetatable({ ciranda = require("ciranda"), task = task }, { __index = _G, __newindex = _G })
-  local background <close> = task.scope()
   rawset(env, "spawn", function(fn, ...)
     if type(fn) ~= "function" then
       errors.misuse(2, "spawn takes a function, not a %s: spawn(function() ... end)", type(fn))
@@ -162,6 +154,23 @@ function M.run()
     end
     write(table.concat(texts, "\t", 1, texts.n) .. "\n")
   end)
+  return env
+end
+
+--- Runs the REPL until the end of input.
+---@return integer status
+function M.run()
+  local terminal = uv.guess_handle(0) == "tty"
+  require("ciranda.cli.prompt").install()
+  local edit = terminal and require("ciranda.core.edit") or nil
+  local on_line -- completes the wait for a line
+  local write = edit and edit.print or function(text)
+    io.write(text)
+    io.flush()
+  end
+
+  local background <close> = task.scope()
+  local env = environment(background, write)
 
   local typed = ""
   local forget = session.on_interrupt(function(signal)

@@ -82,6 +82,10 @@ function M.call(op, path, fn, ...)
 end
 
 --- The same; nil instead of the error when there is no such path.
+---@param op string
+---@param path string
+---@param fn function
+---@param ... any what `fn` takes
 ---@return any? value
 function M.call_if_found(op, path, fn, ...)
   local value, err = M.try(op, path, fn, ...)
@@ -92,6 +96,9 @@ function M.call_if_found(op, path, fn, ...)
 end
 
 --- Calls a function of clean-up: a cancellation that comes now must not make it be left out.
+---@param fn function
+---@param ... any what `fn` takes
+---@return any ... what it returns
 function M.clean_up(fn, ...)
   if scheduler.can_wait() then
     return combine.shield(fn, ...)

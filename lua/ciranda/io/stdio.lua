@@ -360,6 +360,8 @@ end
 -- The library's functions that take a file ------------------------------------------------------------------
 
 --- io.type.
+---@param value any
+---@return string? "file", "closed file", or nil
 function M.type(value)
   if is_ours(value) then
     return value.closed and "closed file" or "file"
@@ -413,6 +415,7 @@ end
 
 --- io.lines.
 ---@async
+---@param name string? the default input's without one
 function M.lines(name, ...)
   if name == nil and default.input then
     return default.input:lines(...)
@@ -422,6 +425,7 @@ end
 
 --- io.close.
 ---@async
+---@param file any? the default output without one
 function M.close(file)
   if file == nil and default.output then
     file = default.output

@@ -415,23 +415,13 @@ local SPEC = {
   split_hint = true,
 }
 
---- Checks a mesh and resolves it.
----@param spec { type: string?, topology: string|ciranda.mesh.Topology|nil, slices: integer|table[]|nil,
----       names: string[], ici: any[], dcn: any[]?, allow_split: boolean?, jax: string?, what: string?,
----       extra: (fun(sides: table): table?)?, hint: (fun(side: table): string?)?,
----       label: (fun(side: "ICI"|"DCN", axis: integer): string)?, accept_dcn: (fun(sizes: integer[]): boolean)?,
----       split_hint: string? }
----       `type` with or without another `topology`; `slices` a number (1 when absent) or the live slices;
----       `names` the axes by increasing network intensity, `ici` and `dcn` a size each, one -1 a side;
----       `allow_split` is jax's allow_split_physical_axes, `jax` the release to follow; the rest is for the programs
----       whose flags these are: `what` names it, `extra` finds a problem of its own ({side, text, near}), `hint` adds
----       a line to a wrong product, `label` spells an axis, `accept_dcn` says which DCN sizes may be suggested,
----       `split_hint` how the program is told to split physical axes
----@return ciranda.mesh.Mesh
---- Raises "invalid" with `side` ("ICI", "DCN", "ICI and DCN"), `table` and `near`.
-function M.mesh(spec)
-  spec = fault.options(spec, SPEC, "check.mesh")
-  local what = spec.what or "mesh"
+--- The topology of each slice, and how many slices there are.
+---@param spec table as of M.mesh
+---@param what string
+---@return ciranda.mesh.Topology topology
+---@return integer slices
+--- Raises "invalid" for a number that cannot be.
+local function extent(spec, what)
   local shape, slices
   if type(spec.slices) == "table" then
     shape, slices = M.slices(spec.slices)
@@ -465,7 +455,16 @@ function M.mesh(spec)
       ),
     })
   end
+  return shape, slices
+end
 
+--- The sizes of both sides, one an axis; DCN's are 1 where none are given.
+---@param spec table as of M.mesh
+---@param what string
+---@return any[] ici
+---@return any[] dcn
+--- Raises "invalid" when a side has more or fewer sizes than there are axes.
+local function sizes_of(spec, what)
   local names, ici = spec.names, spec.ici
   local dcn = spec.dcn
   if not dcn then
@@ -486,24 +485,19 @@ function M.mesh(spec)
       })
     end
   end
+  return ici, dcn
+end
 
-  local slice = devices_room.grid({ topology = shape })
-  local options = { allow_split_physical_axes = spec.allow_split, jax = spec.jax }
-  local function fits(sizes)
-    return (placement.accepts(sizes, slice, options))
-  end
-  local context = {
-    what = what,
-    names = names,
-    topology = shape,
-    slice = slice,
-    allow_split = spec.allow_split or false,
-    jax = spec.jax,
-    label = spec.label or function(side, index)
-      return side:lower() .. "_" .. names[index]
-    end,
-  }
-  local sides = {
+--- The two sides, as the steps of the check go over them.
+---@param spec table as of M.mesh
+---@param shape ciranda.mesh.Topology
+---@param slices integer
+---@param fits fun(sizes: integer[]): boolean
+---@return table[] ICI, DCN
+--- Raises what `sizes_of` raises.
+local function sides_of(spec, shape, slices, fits)
+  local ici, dcn = sizes_of(spec, spec.what or "mesh")
+  return {
     {
       name = "ICI",
       values = table.move(ici, 1, #ici, 1, {}),
@@ -523,6 +517,74 @@ function M.mesh(spec)
       hint = spec.hint,
     },
   }
+end
+
+--- Refuses sizes with the right product that JAX cannot place, and says what would.
+---@param context table
+---@param spec table as of M.mesh
+---@param fits fun(sizes: integer[]): boolean
+---@param refusal table what placement says
+local function refuse_placement(context, spec, fits, refusal)
+  local names, shape, sizes = context.names, context.topology, context.sides[1].values
+  local best = order.best_order({ devices = context.slice, ici = sizes, jax = spec.jax })
+  local total = 0
+  for _, hops in ipairs(best.hops) do
+    total = total + hops.total
+  end
+  refuse(context, {
+    {
+      side = context.sides[1],
+      text = ("%d devices are right, but JAX places no %s on %s without splitting a physical axis"):format(
+        shape.devices,
+        python.tuple(sizes),
+        shape.name
+      ),
+      near = suggest.nearest("ICI", names, sizes, shape.devices, fits),
+      hint = ("%s; mesh.best_order places it, with %d links in all its rings"):format(
+        spec.split_hint or "allow_split_physical_axes=True would allow it",
+        total
+      ),
+      exception = refusal.exception,
+    },
+  })
+end
+
+--- Checks a mesh and resolves it.
+---@param spec { type: string?, topology: string|ciranda.mesh.Topology|nil, slices: integer|table[]|nil,
+---       names: string[], ici: any[], dcn: any[]?, allow_split: boolean?, jax: string?, what: string?,
+---       extra: (fun(sides: table): table?)?, hint: (fun(side: table): string?)?,
+---       label: (fun(side: "ICI"|"DCN", axis: integer): string)?, accept_dcn: (fun(sizes: integer[]): boolean)?,
+---       split_hint: string? }
+---       `type` with or without another `topology`; `slices` a number (1 when absent) or the live slices;
+---       `names` the axes by increasing network intensity, `ici` and `dcn` a size each, one -1 a side;
+---       `allow_split` is jax's allow_split_physical_axes, `jax` the release to follow; the rest is for the programs
+---       whose flags these are: `what` names it, `extra` finds a problem of its own ({side, text, near}), `hint` adds
+---       a line to a wrong product, `label` spells an axis, `accept_dcn` says which DCN sizes may be suggested,
+---       `split_hint` how the program is told to split physical axes
+---@return ciranda.mesh.Mesh
+--- Raises "invalid" with `side` ("ICI", "DCN", "ICI and DCN"), `table` and `near`.
+function M.mesh(spec)
+  spec = fault.options(spec, SPEC, "check.mesh")
+  local what = spec.what or "mesh"
+  local shape, slices = extent(spec, what)
+  local names = spec.names
+  local slice = devices_room.grid({ topology = shape })
+  local options = { allow_split_physical_axes = spec.allow_split, jax = spec.jax }
+  local function fits(sizes)
+    return (placement.accepts(sizes, slice, options))
+  end
+  local context = {
+    what = what,
+    names = names,
+    topology = shape,
+    slice = slice,
+    allow_split = spec.allow_split or false,
+    jax = spec.jax,
+    label = spec.label or function(side, index)
+      return side:lower() .. "_" .. names[index]
+    end,
+  }
+  local sides = sides_of(spec, shape, slices, fits)
   context.sides = sides
   for _, step in ipairs({ read_side, resolve_side }) do
     local problems = {}
@@ -541,27 +603,7 @@ function M.mesh(spec)
   local sizes, across = sides[1].values, sides[2].values
   local accepted, refusal = placement.accepts(sizes, slice, options)
   if not accepted then
-    local best = order.best_order({ devices = slice, ici = sizes, jax = spec.jax })
-    local total = 0
-    for _, hops in ipairs(best.hops) do
-      total = total + hops.total
-    end
-    refuse(context, {
-      {
-        side = sides[1],
-        text = ("%d devices are right, but JAX places no %s on %s without splitting a physical axis"):format(
-          shape.devices,
-          python.tuple(sizes),
-          shape.name
-        ),
-        near = suggest.nearest("ICI", names, sizes, shape.devices, fits),
-        hint = ("%s; mesh.best_order places it, with %d links in all its rings"):format(
-          spec.split_hint or "allow_split_physical_axes=True would allow it",
-          total
-        ),
-        exception = refusal.exception,
-      },
-    })
+    refuse_placement(context, spec, fits, refusal)
   end
 
   local whole = {}

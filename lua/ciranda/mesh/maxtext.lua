@@ -182,17 +182,9 @@ local OPTIONS = {
   gradient_accumulation_steps = true,
 }
 
---- Checks MaxText's parameters against slices.
----@param options { type: string?, topology: string|ciranda.mesh.Topology|nil, slices: integer|table[]|nil,
----       values: table<string, integer|string>?, mesh_axes: string[]?, allow_split: boolean?, jax: string?,
----       per_device_batch_size: number?, gradient_accumulation_steps: integer? }
----       `values` by parameter name; what is absent has MaxText's default; `mesh_axes` of a custom mesh;
----       `allow_split` is MaxText's allow_split_physical_axes
----@return ciranda.mesh.Mesh with flags.maxtext, the parameters to pass, and global_batch when the batch is given
---- Raises "usage" for unknown parameters, "invalid" for what does not fit.
-function M.check(options)
-  options = fault.options(options, OPTIONS, "check.maxtext")
-  local given = options.values or {}
+--- Refuses names that are no parallelism parameters.
+---@param given table<string, integer|string>
+local function check_names(given)
   for name in pairs(given) do
     if not KNOWN[name] then
       fault.raise({
@@ -205,23 +197,23 @@ function M.check(options)
       })
     end
   end
-  local function value(name)
-    local own = given[name]
-    return own == nil and KNOWN[name] or own
-  end
+end
 
-  local slices = options.slices
-  if type(slices) == "table" then
-    slices = #slices
-  end
-  slices = slices or 1
-  local pipelined = false
-  for _, side in ipairs({ "ici", "dcn" }) do
-    local size = tonumber(value(parameter(side, "stage")))
-    pipelined = pipelined or size ~= 1
-  end
-  local names = ordered(options.mesh_axes or M.names, pipelined)
+--- A parameter's value: the given one, else MaxText's default.
+---@param given table<string, integer|string>
+---@param name string
+---@return integer|string|nil
+local function value_of(given, name)
+  local own = given[name]
+  return own == nil and KNOWN[name] or own
+end
 
+--- The sizes of both sides, one an axis.
+---@param given table<string, integer|string>
+---@param names string[] the axes
+---@return { ici: any[], dcn: any[] }
+--- Raises "usage" for an axis without a parameter, "invalid" for a parameter without an axis.
+local function place_values(given, names)
   local sides, placed = { ici = {}, dcn = {} }, {}
   for index, axis in ipairs(names) do
     for _, side in ipairs({ "ici", "dcn" }) do
@@ -235,7 +227,7 @@ function M.check(options)
           message = ("mesh axis '%s' has no parallelism parameter in MaxText"):format(axis),
         })
       else
-        sides[side][index] = value(name)
+        sides[side][index] = value_of(given, name)
         placed[name] = true
       end
     end
@@ -254,24 +246,99 @@ function M.check(options)
       })
     end
   end
+  return sides
+end
 
-  if slices == 1 then
-    -- MaxText fills DCN only when there are several slices.
+--- MaxText fills DCN only when there are several slices.
+---@param sides { ici: any[], dcn: any[] }
+---@param names string[]
+--- Raises "invalid" for a DCN size of one slice.
+local function close_dcn(sides, names)
+  for index, axis in ipairs(names) do
+    if tonumber(sides.dcn[index]) == -1 then
+      sides.dcn[index] = 1
+    elseif axis ~= "diloco" and (tonumber(sides.dcn[index]) or 0) > 1 then
+      fault.raise({
+        op = "MaxText",
+        side = "DCN",
+        exception = "ValueError",
+        message = ("DCN: %s=%s, but there is one slice; leave DCN sizes at 1, or ask for more slices"):format(
+          parameter("dcn", axis),
+          tostring(sides.dcn[index])
+        ),
+      })
+    end
+  end
+end
+
+--- The parameters to pass for a mesh.
+---@param mesh ciranda.mesh.Mesh
+---@param names string[]
+---@return string[]
+local function parameters_of(mesh, names)
+  local flags = {}
+  for _, side in ipairs({ "dcn", "ici" }) do
     for index, axis in ipairs(names) do
-      if tonumber(sides.dcn[index]) == -1 then
-        sides.dcn[index] = 1
-      elseif axis ~= "diloco" and (tonumber(sides.dcn[index]) or 0) > 1 then
-        fault.raise({
-          op = "MaxText",
-          side = "DCN",
-          exception = "ValueError",
-          message = ("DCN: %s=%s, but there is one slice; leave DCN sizes at 1, or ask for more slices"):format(
-            parameter("dcn", axis),
-            tostring(sides.dcn[index])
-          ),
-        })
+      local name, size = parameter(side, axis), mesh[side][index]
+      if not ALWAYS_ONE[axis] and (size ~= 1 or KNOWN[name] ~= 1) then
+        flags[#flags + 1] = ("%s=%d"):format(name, size)
       end
     end
+  end
+  if mesh.allow_split then
+    flags[#flags + 1] = "allow_split_physical_axes=true"
+  end
+  return flags
+end
+
+--- Sequences a step.
+---@param mesh ciranda.mesh.Mesh
+---@param options { per_device_batch_size: number, gradient_accumulation_steps: integer? }
+---@return integer
+--- Raises "invalid" when they are no whole number.
+local function global_batch(mesh, options)
+  local batch = options.per_device_batch_size * mesh.devices * (options.gradient_accumulation_steps or 1)
+  local whole = math.tointeger(batch)
+  if not whole or whole < 1 then
+    fault.raise({
+      op = "MaxText",
+      message = ("per_device_batch_size=%s on %d devices is %s sequences a step, which is no whole number"):format(
+        python.repr(options.per_device_batch_size),
+        mesh.devices,
+        python.repr(batch)
+      ),
+    })
+  end
+  return whole
+end
+
+--- Checks MaxText's parameters against slices.
+---@param options { type: string?, topology: string|ciranda.mesh.Topology|nil, slices: integer|table[]|nil,
+---       values: table<string, integer|string>?, mesh_axes: string[]?, allow_split: boolean?, jax: string?,
+---       per_device_batch_size: number?, gradient_accumulation_steps: integer? }
+---       `values` by parameter name; what is absent has MaxText's default; `mesh_axes` of a custom mesh;
+---       `allow_split` is MaxText's allow_split_physical_axes
+---@return ciranda.mesh.Mesh with flags.maxtext, the parameters to pass, and global_batch when the batch is given
+--- Raises "usage" for unknown parameters, "invalid" for what does not fit.
+function M.check(options)
+  options = fault.options(options, OPTIONS, "check.maxtext")
+  local given = options.values or {}
+  check_names(given)
+  local slices = options.slices
+  if type(slices) == "table" then
+    slices = #slices
+  end
+  slices = slices or 1
+  local pipelined = false
+  for _, side in ipairs({ "ici", "dcn" }) do
+    local size = tonumber(value_of(given, parameter(side, "stage")))
+    pipelined = pipelined or size ~= 1
+  end
+  local names = ordered(options.mesh_axes or M.names, pipelined)
+
+  local sides = place_values(given, names)
+  if slices == 1 then
+    close_dcn(sides, names)
   elseif math.type(slices) == "integer" and slices > 1 then
     resolve_diloco(sides, names, slices)
   end
@@ -292,33 +359,9 @@ function M.check(options)
     end,
   })
 
-  local flags = {}
-  for _, side in ipairs({ "dcn", "ici" }) do
-    for index, axis in ipairs(names) do
-      local name, size = parameter(side, axis), mesh[side][index]
-      if not ALWAYS_ONE[axis] and (size ~= 1 or KNOWN[name] ~= 1) then
-        flags[#flags + 1] = ("%s=%d"):format(name, size)
-      end
-    end
-  end
-  if mesh.allow_split then
-    flags[#flags + 1] = "allow_split_physical_axes=true"
-  end
-  mesh.flags.maxtext = flags
-
+  mesh.flags.maxtext = parameters_of(mesh, names)
   if options.per_device_batch_size then
-    local batch = options.per_device_batch_size * mesh.devices * (options.gradient_accumulation_steps or 1)
-    mesh.global_batch = math.tointeger(batch)
-    if not mesh.global_batch or mesh.global_batch < 1 then
-      fault.raise({
-        op = "MaxText",
-        message = ("per_device_batch_size=%s on %d devices is %s sequences a step, which is no whole number"):format(
-          python.repr(options.per_device_batch_size),
-          mesh.devices,
-          python.repr(batch)
-        ),
-      })
-    end
+    mesh.global_batch = global_batch(mesh, options)
   end
   return mesh
 end

@@ -47,6 +47,7 @@ function M.nodes.lose(world, node)
   world.queued_resources:repair(node)
 end
 
+--- Maintenance, with what the node's schedule gives its workers beforehand.
 function M.nodes.maintain(world, node)
   maintenance.perform(world, node, function() end)
 end
@@ -60,6 +61,7 @@ function M.workers.halt(machine)
   machine:halt()
 end
 
+--- The machine has another host key from now on, as after a repair that nobody announced.
 function M.workers.changeHostKey(machine)
   machine:change_host_key()
 end
