@@ -3,10 +3,9 @@ local fs = require("ciranda.io.fs")
 local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
-local task = require("ciranda.task")
-local uv = require("luv")
 
 local ZONE = "us-central2-b"
+local wait = support.wait
 
 --- What the short form leaves to the others.
 local function long(...)
@@ -48,19 +47,6 @@ describe("the guides", function()
   teardown(function()
     cloud:stop()
   end)
-
-  --- Waits until something holds, 150 s at most.
-  local function wait(what, holds)
-    local deadline = uv.hrtime() + 150e9
-    while uv.hrtime() < deadline do
-      local value = holds()
-      if value then
-        return value
-      end
-      task.sleep(0.2)
-    end
-    error("never: " .. what, 2)
-  end
 
   --- A request as the guide sends it with curl.
   local function curl(method, path, body)

@@ -5,8 +5,8 @@ local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
 local storage_of = require("ciranda.gcp.storage")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
-local task = require("ciranda.task")
-local uv = require("luv")
+
+local wait = support.wait
 
 describe("multihost_job on the simulated cloud", function()
   local cloud, storage
@@ -42,19 +42,6 @@ describe("multihost_job on the simulated cloud", function()
   local function state_of(id)
     local result = cloud:run("qr", "describe", id, "--format=value(state.state)")
     return result.code == 0 and (result.out:gsub("\n", "")) or nil
-  end
-
-  --- Waits until something holds, 100 s at most.
-  local function wait(what, holds)
-    local deadline = uv.hrtime() + 100e9
-    while uv.hrtime() < deadline do
-      local value = holds()
-      if value then
-        return value
-      end
-      task.sleep(0.3)
-    end
-    error("never: " .. what, 2)
   end
 
   local function read(name)

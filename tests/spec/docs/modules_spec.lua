@@ -57,4 +57,61 @@ describe("the documentation", function()
     assert.is_true(seen > 500, "only " .. seen)
     assert.same({}, wrong)
   end)
+
+  it("has a comment for each public function, and in it each parameter", function()
+    local wrong, seen = {}, 0
+    local function look(path)
+      local comment = ""
+      for line in fs.read(path):gmatch("([^\n]*)\n") do
+        local name, parameters = line:match("^function (M%.[%w_]+)%((.*)%)")
+        if name then
+          seen = seen + 1
+          local missing = comment == "" and { "a comment" } or {}
+          for parameter in parameters:gmatch("%a[%w_]*") do
+            if not comment:find("@param " .. parameter .. "[ ?]") then
+              table.insert(missing, parameter)
+            end
+          end
+          if #missing > 0 then
+            table.insert(wrong, ("%s: %s: %s"):format(path, name, table.concat(missing, ", ")))
+          end
+        end
+        comment = line:find("^%-%-") and comment .. line .. "\n" or ""
+      end
+    end
+    local function walk(directory)
+      for _, entry in ipairs(fs.list(directory)) do
+        local path = directory .. "/" .. entry.name
+        if entry.type == "directory" then
+          walk(path)
+        elseif path:find("%.lua$") then
+          look(path)
+        end
+      end
+    end
+    walk("lua")
+    assert.is_true(seen > 400, "only " .. seen)
+    assert.same({}, wrong)
+  end)
+
+  it("names files that are there, and every primitive of the engine", function()
+    local page, missing = fs.read("docs/architecture.md"), {}
+    for path in page:gmatch("`([%w_/%.%-]+%.%a+)`") do
+      local kind = path:match("%.(%a+)$")
+      local there = not ("lua c h md sh"):find(kind, 1, true)
+      for _, room in ipairs { "", "lua/ciranda/", "engine/", "docs/" } do
+        there = there or fs.exists(room .. path)
+      end
+      if not there then
+        table.insert(missing, path)
+      end
+    end
+    for _, entry in ipairs(fs.list("engine")) do
+      local named = page:find(entry.name, 1, true) or entry.name:find("^ssh_") or not entry.name:find("%.c$")
+      if not named then
+        table.insert(missing, "engine/" .. entry.name)
+      end
+    end
+    assert.same({}, missing)
+  end)
 end)

@@ -65,6 +65,23 @@ describe("fleet:push via workers", function()
     return fleet:push(source, "code", options)
   end
 
+  --- Pushes in the background: how many workers it is over for, their results by address, all results at its end.
+  ---@param scope ciranda.Scope
+  ---@param options table?
+  ---@return { ended: integer, of: table<string, table>, results: table?, task: ciranda.Task }
+  local function push_in(scope, options)
+    local going = { ended = 0, of = {} }
+    options = options or {}
+    function options.on_result(result)
+      going.ended = going.ended + 1
+      going.of[result.worker.address] = result
+    end
+    going.task = scope:spawn(function()
+      going.results = push(options)
+    end)
+    return going
+  end
+
   --- Waits for what has to come about.
   local function wait_for(what, condition)
     local deadline = uv.hrtime() / 1e9 + 300
@@ -234,18 +251,10 @@ except FileExistsError:
     relay.STALL = 2
     make(1, 4)
     alter("            store(from_runner)\n", first(12, "time.sleep(1000)", "store(from_runner)"))
-    local ended, results = 0, nil
     local scope <close> = task.scope()
-    scope:spawn(function()
-      results = push({
-        via = "workers:1",
-        on_result = function()
-          ended = ended + 1
-        end,
-      })
-    end)
+    local going = push_in(scope, { via = "workers:1" })
     wait_for("the others' files", function()
-      return ended == 3
+      return going.ended == 3
     end)
     for _, machine in pairs(machines) do
       if not fs.exists(machine.home .. "/code") then
@@ -255,7 +264,7 @@ except FileExistsError:
       end
     end
     scope:wait()
-    check(results)
+    check(going.results)
   end)
 
   it("sends it over the connection where there is no python3 or no openssl that will do", function()
@@ -320,17 +329,8 @@ except FileExistsError:
       first(12, 'open("stuck", "w").close(); time.sleep(1000)', "store(from_runner)")
     )
     alter('say("ready")', 'say("ready"); open("waits", "w").close()')
-    local results
-    local ended = {}
     local scope <close> = task.scope()
-    scope:spawn(function()
-      results = push({
-        via = "workers:1",
-        on_result = function(result)
-          ended[result.worker.address] = result
-        end,
-      })
-    end)
+    local going = push_in(scope, { via = "workers:1" })
     local stuck, broken
     wait_for("the programs", function()
       local waiting = 0
@@ -346,20 +346,20 @@ except FileExistsError:
     end)
     broken:break_all()
     wait_for("the broken one's result", function()
-      return ended[broken.address]
+      return going.of[broken.address]
     end)
     for _, pid in ipairs(programs(stuck)) do
       uv.kill(pid, "sigkill")
     end
     scope:wait()
-    for _, result in ipairs(results) do
+    for _, result in ipairs(going.results) do
       if result.worker.address == broken.address then
         assert.equal("reset", result.err.code)
       else
         assert.equal(0, result.code)
       end
     end
-    assert.equal(1, fetched(results))
+    assert.equal(1, fetched(going.results))
     assert.equal(1, #notes)
     assert.matches("its python3 ended with", notes[1], 1, true)
   end)
@@ -367,21 +367,14 @@ except FileExistsError:
   it("ends the programs when the push is cancelled", function()
     make(1, 4)
     python(machines["0.2"], '[ "$2" = "" ] || exec sleep 1000\nexec $real "$@"\n')
-    local ended = 0
     local scope <close> = task.scope()
-    local pushing = scope:spawn(function()
-      push({
-        on_result = function()
-          ended = ended + 1
-        end,
-      })
-    end)
+    local going = push_in(scope)
     wait_for("the others' files", function()
-      return ended == 3
+      return going.ended == 3
     end)
     -- Those who have it wait for the last: the control of what follows.
     assert.equal(1, #programs(machines["0.0"]))
-    pushing:cancel("enough")
+    going.task:cancel("enough")
     for _, machine in pairs(machines) do
       wait_for("the end of the programs", function()
         return next(machine:processes()) == nil

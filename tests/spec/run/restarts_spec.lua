@@ -161,8 +161,12 @@ describe("run.launch with several attempts", function()
     assert.matches("--INFRA_RESTARTS=1 is used up", result.message, 1, true)
   end)
 
-  it("ends as preempted when the machines do not come back", function()
+  --- A run whose first machine is preempted, and which is told at each look that there will be none any more.
+  ---@param hooks table?
+  ---@return integer asked how often it looked
+  local function without_machines(hooks)
     local result
+    local asked = 0
     task.all({
       function()
         result = launch.run(settings("echo up; sleep 60", {
@@ -170,7 +174,9 @@ describe("run.launch with several attempts", function()
           node_state = function()
             return "PREEMPTED"
           end,
+          hooks = hooks,
           renew = function()
+            asked = asked + 1
             require("ciranda.io.error").raise({ code = "preempted", message = "job is SUSPENDED" })
           end,
         }))
@@ -183,6 +189,11 @@ describe("run.launch with several attempts", function()
     })
     assert.same({ 1, "preempted" }, { result.status, result.kind })
     assert.matches("there are no machines for another attempt: job is SUSPENDED", result.message, 1, true)
+    return asked
+  end
+
+  it("ends as preempted when the machines do not come back", function()
+    assert.equal(1, without_machines())
     assert.same({ "preempted" }, kinds())
   end)
 
@@ -358,34 +369,11 @@ describe("run.launch with several attempts", function()
   end)
 
   it("a hook that returns true is believed once: machines that are not there end the run", function()
-    local asked = 0
-    local result
-    task.all({
-      function()
-        result = launch.run(settings("echo up; sleep 60", {
-          restarts = { preempted = 1 },
-          node_state = function()
-            return "PREEMPTED"
-          end,
-          hooks = {
-            on_preempted = function()
-              return true
-            end,
-          },
-          renew = function()
-            asked = asked + 1
-            require("ciranda.io.error").raise({ code = "preempted", message = "job is SUSPENDED" })
-          end,
-        }))
-      end,
-      function()
-        when(1, "up", function()
-          machines["0.0"]:reboot()
-        end)
+    local asked = without_machines({
+      on_preempted = function()
+        return true
       end,
     })
-    assert.same({ 1, "preempted" }, { result.status, result.kind })
     assert.equal(2, asked)
-    assert.matches("there are no machines for another attempt: job is SUSPENDED", result.message, 1, true)
   end)
 end)
