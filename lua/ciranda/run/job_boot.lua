@@ -289,20 +289,31 @@ if [ ! -e "$venv/bin/activate" ] && ! python3 -m venv "$venv" >> "$log" 2>&1; th
   say "no virtual environment could be made (python3 -m venv); going on without one"
 fi
 
-# Stays with one value of the metadata server until it becomes a notice, and shows it to the other workers. What it is
-# at first is no news: an event may still be shown after the reboot that it was about.
+# What the platform says of this machine; nothing when it does not answer for a minute.
+event() {
+  persist 60 metadata "$1" 2>/dev/null || :
+}
+
+# Keeps a value of the metadata server and shows it to the other workers, when it is a notice.
+noticed() {
+  case $2 in
+  '' | FALSE | NONE) return 1 ;;
+  esac
+  printf '{"notice":"%s","value":"%s","time":"%s"}\n' "$1" "$2" "$(now)" > "$state/notice"
+  persist 60 store "$state/notice" "$interruption_object"
+}
+
+# Stays with one value of the metadata server until it becomes a notice. What it was before COMMAND began, $2, is no
+# news: an event may still be shown after the reboot that it was about.
 watch_notice() {
-  until seen=$(metadata "$1" 2>/dev/null); do
-    sleep 5
-  done
+  seen=$2 query=
   while :; do
-    value=$(curl -sf --max-time 40 -H 'Metadata-Flavor: Google' "$server/$1?wait_for_change=true&timeout_sec=20") || {
+    value=$(curl -sf --max-time 40 -H 'Metadata-Flavor: Google' "$server/$1$query") || {
       sleep 5
       continue
     }
-    if [ "$value" != "$seen" ] && [ "$value" != "$2" ]; then
-      printf '{"notice":"%s","value":"%s","time":"%s"}\n' "$1" "$value" "$(now)" > "$state/notice"
-      persist 60 store "$state/notice" "$interruption_object"
+    query='?wait_for_change=true&timeout_sec=20'
+    if [ "$value" != "$seen" ] && noticed "$1" "$value"; then
       return
     fi
     seen=$value
@@ -333,12 +344,18 @@ nodes_broken() {
   [ "$ready" -lt "$NUM_SLICES" ]
 }
 
-# Was it the platform that ended COMMAND, here or at another worker? The others' notices have a moment to arrive.
+# Was it the platform that ended COMMAND, here or at another worker? A notice that is shown now may have come before
+# COMMAND began, or when nobody looked, unless it was waited for in vain; the others' have a moment to arrive.
 interrupted() {
   if [ -s "$state/notice" ]; then
     persist 60 store "$state/notice" "$interruption_object"
     return 0
   fi
+  for kind in preempted maintenance-event; do
+    value=$(event "$kind")
+    [ "$value" = "${outlived:-}" ] || noticed "$kind" "$value"
+    [ ! -s "$state/notice" ] || return 0
+  done
   sleep "$SETTLE"
   if persist 300 list_objects interruption_ && [ -s "$state/list" ] &&
     [ "$(cksum < "$state/list")" != "$interruptions" ]; then
@@ -354,8 +371,8 @@ interrupted() {
 
 # A machine that is preempted does not come back from it.
 notices_over() {
-  [ "$(metadata preempted 2>/dev/null)" != TRUE ] || return 1
-  case $(metadata maintenance-event 2>/dev/null) in
+  [ "$(event preempted)" != TRUE ] || return 1
+  case $(event maintenance-event) in
   NONE) google -o /dev/null -X DELETE "$(object "$interruption_object")" 2>/dev/null ;;
   esac
   list_objects interruption_ && [ ! -s "$state/list" ] && ! nodes_broken
@@ -402,19 +419,20 @@ run_attempt() {
     fi
   } > "$attempt/environment"
   wc -c < "$log" > "$attempt/base"
+  preempted=$(event preempted) maintenance=$(event maintenance-event)
   # shellcheck disable=SC2086  # CIRANDA_GUARD_OPTIONS is several words
   if ! "$guard" run "$attempt" ${CIRANDA_GUARD_OPTIONS:-} >> "$state/guard.log" 2>&1; then
     say "the guard did not start the command: $(tail -n 1 "$state/guard.log")"
     status=1
     return
   fi
+  watch_notice preempted "$preempted" &
+  watchers=$!
+  watch_notice maintenance-event "$maintenance" &
+  watchers="$watchers $!"
   stage running
   upload_log
   trap 'upload_log; exit 143' TERM
-  watch_notice preempted FALSE &
-  watchers=$!
-  watch_notice maintenance-event NONE &
-  watchers="$watchers $!"
   "$guard" follow "$attempt" --from 0 >> "$log" 2>> "$state/guard.log" &
   follower=$!
   stopping= tick=0 next_upload=$UPLOAD_EVERY
@@ -453,7 +471,10 @@ while :; do
   stage interrupted
   persist 60 upload_log
   # A reboot, or the loss of the machine, is what usually ends this wait.
-  persist 7200 notices_over || say "nothing has come of the platform's notice in two hours: going on"
+  persist 7200 notices_over || {
+    say "nothing has come of the platform's notice in two hours: going on"
+    outlived=$(event maintenance-event)
+  }
 done
 finish "$status"
 see_off

@@ -93,7 +93,7 @@ google() {
   end)
 
   it("waits for the end of maintenance, and of no preemption, before it goes on", function()
-    local names = { "notices_over" }
+    local names = { "persist", "event", "notices_over" }
     local stubs = 'list_objects() { printf \'%s\' "$listed" > "$state/list"; }\nnodes_broken() { return 1; }\n'
       .. "interruption_object=i\nmetadata() { case $1 in preempted) echo $preempted ;; *) echo $event ;; esac; }\n"
     for _, case in ipairs({
@@ -132,5 +132,80 @@ google() {
     local code =
       run(names, { ready(1) }, 'persist 3600 nodes_broken && [ "$limit" -gt $(($(date +%s) + 3000)) ]\n')
     assert.equal(0, code)
+  end)
+
+  it("takes a notice for the cause of an end though COMMAND was still being started", function()
+    -- COMMAND saves and ends with 0 at once, and nobody watches in time: curl, which waits for changes, never answers.
+    local stubs = ([[
+metadata() {
+  if [ -e "$state/begun" ]; then n=2; else n=1; fi
+  case $1 in preempted) echo "$first" ;; *) echo "$second" ;; esac | cut -d, -f$n
+}
+curl() { command sleep 0.1; return 7; }
+list_objects() { : > "$state/list"; }
+store() { cp "$1" "$state/$2"; }
+somebody_failed() { return 1; }
+stage() { :; }
+upload_log() { :; }
+nodes_broken() { return 1; }
+place=here directory=/ venv=$state/venv log=$state/log attempts=$state/attempts interruption_object=shown
+server=http://127.0.0.1:1 WORKER_ID=0 ZONE=z NUM_WORKERS=2 RUN=r UPLOAD_EVERY=30 PEERS_EVERY=10 SETTLE=0
+CIRANDA_GUARD_OPTIONS= guard=$state/guard
+echo 0 > "$attempts"; : > "$log"; : > "$state/command"
+printf '%%s\n' '#!/bin/sh' ': > %s/begun' 'echo "{\"version\":1,\"status\":0,}" > "$2/exit"' > "$guard"
+chmod 755 "$guard"
+]]):format(state)
+    local names = {
+      "now",
+      "say",
+      "persist",
+      "event",
+      "noticed",
+      "watch_notice",
+      "interrupted",
+      "mend_log",
+      "run_attempt",
+    }
+    local quiet, event = "FALSE,FALSE", "NONE,NONE"
+    for _, case in ipairs({
+      { quiet, event, 1 },
+      { "FALSE,TRUE", event, 0 },
+      { "TRUE,TRUE", event, 0 },
+      { quiet, "NONE,TERMINATE_ON_HOST_MAINTENANCE", 0 },
+      { quiet, "MIGRATE_ON_HOST_MAINTENANCE,MIGRATE_ON_HOST_MAINTENANCE", 0 },
+      { quiet, "MIGRATE_ON_HOST_MAINTENANCE,NONE", 1 },
+      {
+        quiet,
+        "MIGRATE_ON_HOST_MAINTENANCE,MIGRATE_ON_HOST_MAINTENANCE",
+        1,
+        "MIGRATE_ON_HOST_MAINTENANCE",
+      },
+    }) do
+      local values = ("first=%s second=%s outlived=%s\n"):format(case[1], case[2], case[4] or "")
+      fs.remove_tree(state)
+      fs.mkdir(state)
+      local code = run(
+        names,
+        {},
+        stubs .. values .. 'run_attempt > "$state/said"\n[ "$status" = 0 ] || exit 9\ninterrupted 0\n'
+      )
+      assert.equal(case[3], code, values)
+      assert.equal(case[3] == 0, fs.exists(state .. "/shown") == "file", values)
+    end
+  end)
+
+  it("tells the others of a notice that was not there before COMMAND began", function()
+    local stubs = 'server=http://127.0.0.1:1\ninterruption_object=shown\nstore() { cp "$1" "$state/$2"; }\n'
+      .. "curl() { google; }\n"
+    local names = { "now", "persist", "noticed", "watch_notice" }
+    for before, answers in pairs({
+      FALSE = { "7 -", "0 - FALSE", "0 - TRUE" },
+      TRUE = { "0 - TRUE", "7 -", "0 - FALSE", "0 - TRUE" },
+      [""] = { "0 - TRUE" }, -- nothing was known of it
+    }) do
+      local code, calls = run(names, answers, stubs .. ("watch_notice preempted '%s'\n"):format(before))
+      assert.same({ 0, #answers }, { code, calls }, before)
+      assert.matches('{"notice":"preempted","value":"TRUE",', fs.read(state .. "/shown"), 1, true)
+    end
   end)
 end)
