@@ -1,5 +1,6 @@
 -- Jobs that run by themselves through what a platform does to machines: maintenance, a loss, a reset. The start-up
 -- script really runs, at every boot.
+local clock = require("ciranda.sim.clock")
 local fs = require("ciranda.io.fs")
 local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
@@ -135,6 +136,63 @@ describe("multihost_job on the simulated cloud", function()
     assert.equal(2, #resumed, first)
     assert.is_true(resumed[2] >= resumed[1] and resumed[1] > 0)
     assert.is_truthy(first:find("completed step: 119", 1, true))
+  end)
+
+  --- When something that the simulator tells happened, in seconds since the epoch: the first event with these words.
+  local function time_of(subject, text)
+    local answer = http.request({ url = cloud.simulator.url .. "/sim/v1/events" })
+    for _, event in ipairs(json.decode(answer.body).events) do
+      if event.subject:match("[^/]*$") == subject and event.text == text then
+        return clock.parse_timestamp(event.time)
+      end
+    end
+    error(("no event: %s %s"):format(subject, text), 2)
+  end
+
+  it("finishes without the runner, which is killed in its first minute, and gives the chips back", function()
+    local shared = cloud.simulator.env.CIRANDA_SIM_SHARED .. "/alone"
+    fs.mkdir(shared)
+    fs.chmod(shared, 511)
+    local runner = cloud:start_program(
+      "multihost_job",
+      "--TPU_TYPE=v5litepod-4",
+      "--BUCKET_NAME=bucket",
+      "--RUN_NAME=alone",
+      "--follow=true",
+      -- The workers do not end together: who is first must wait for the other before anything is deleted.
+      ("--COMMAND=umask 0; cd %s; date +%%s.%%N > began.$SLICE_ID; until [ -e gone ]; do sleep 0.1; done; "):format(
+        shared
+      )
+        .. "for i in $(seq 200); do echo $i $(od -An -N8 -tx8 /dev/urandom); done | tee printed.$SLICE_ID; "
+        .. "sleep $((SLICE_ID * 3)); date +%s.%N > ended.$SLICE_ID"
+    )
+    wait("the request is accepted", function()
+      return runner.errors():find("Queued resource alone was accepted", 1, true)
+    end)
+    runner.program:signal("SIGKILL")
+    assert.equal("SIGKILL", runner.wait().signal)
+    fs.write(shared .. "/gone", "")
+
+    gone("alone")
+    for slice = 0, 1 do
+      assert.equal(0, json.decode(read(("alone/status_slice_%d_worker_0"):format(slice))).status)
+      local printed = fs.read(("%s/printed.%d"):format(shared, slice))
+      local text = log("alone", slice)
+      local kept, after = text:match("multihost_job attempt 1 on [^\n]*\n(.-\n)(multihost_job finished .*)$")
+      assert.is_true(printed == kept, ("%d bytes were printed, the log has %d"):format(#printed, #text))
+      assert.matches("^multihost_job finished main command on [^\n]* with exit status 0%.\n$", after)
+      local function at(what)
+        return assert(tonumber((fs.read(("%s/%s.%d"):format(shared, what, slice)):gsub("\n", ""))))
+      end
+      local node = ("alone-%d"):format(slice)
+      local before = at("began") - time_of(node, "READY")
+      local behind = time_of(node, "DELETING") - at("ended")
+      assert.is_true(behind > 0, "the machines were taken while COMMAND ran")
+      assert.is_true(
+        before + behind < 120,
+        ("%s was idle for %.0f s and %.0f s"):format(node, before, behind)
+      )
+    end
   end)
 
   it(
