@@ -13,9 +13,9 @@ local walks = require("jobwalk.walk")
 
 local SCRATCH = assert(arg[1], "a scratch directory is expected")
 local SHORT = os.getenv("CIRANDA_SHORT") ~= nil
-local COUNT = math.tointeger(tonumber(os.getenv("CIRANDA_WALKS") or (SHORT and 4 or 100)))
+local COUNT = math.tointeger(tonumber(os.getenv("CIRANDA_WALKS") or (SHORT and 10 or 100)))
 local SEED = math.tointeger(tonumber(os.getenv("CIRANDA_SEED") or os.time()))
-local AT_ONCE = math.tointeger(tonumber(os.getenv("CIRANDA_AT_ONCE") or 5))
+local AT_ONCE = math.tointeger(tonumber(os.getenv("CIRANDA_AT_ONCE") or (SHORT and 10 or 5)))
 local LIMIT = 1800 -- s, for one walk
 
 local function say(format, ...)

@@ -244,7 +244,7 @@ function EVENTS.reset(walk)
   local reset = walk:start({ "qr", "reset", NAME })
   local result = task.timeout(LIMIT, reset.program.wait, reset.program)
   if result.code ~= 0 then
-    walk:problem("qr reset ended with %s:\n%s", result:reason(), fs.read(reset.path))
+    error({ walk = ("qr reset, which ended with %s"):format(result:reason()) }, 0)
   end
 end
 
@@ -442,7 +442,7 @@ function Walk:explain()
   for number = 1, self.started or 0 do
     parts[#parts + 1] = ("--- program %d\n%s"):format(
       number,
-      fs.read(("%s/said.%d"):format(self.root, number))
+      logs.brief(fs.read(("%s/said.%d"):format(self.root, number)))
     )
   end
   for _, place in ipairs(self:places()) do
