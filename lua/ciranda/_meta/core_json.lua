@@ -1,13 +1,19 @@
 ---@meta ciranda.core.json
 
---- What must be known of a JSON text before it is decoded (engine/json_scan.c).
+--- JSON becomes Lua values (engine/json_decode.c).
 ---@class ciranda.core.json
+---@field null lightuserdata
+---@field max_depth integer deepest nesting that is read
 local json = {}
 
---- Look through a text.
+--- Decode a text.
 ---@param text string
----@return integer? bad place of the first byte that is not UTF-8
----@return boolean special whether there is a number outside strings, or an empty array or object
-function json.scan(text) end
+---@param object table metatable of empty objects
+---@param array table metatable of empty arrays
+---@return any value nil after a failure: JSON's null is not nil
+---@return integer? place the byte, from 1, at which the text is wrong
+---@return string? what is wrong there
+---@return boolean? invalid whether it is not UTF-8 there
+function json.decode(text, object, array) end
 
 return json
