@@ -89,6 +89,9 @@ function M.run(context, run, attaching)
   local guarded = local_guard.named(
     ("%s-%s-%d"):format(run:sub(1, 96), os.date("%Y-%m-%d-%H-%M-%S"), math.tointeger(uv.os_getpid()))
   )
+  -- Whoever has the run already is not the runner that is waited for: that one will find it taken, and end.
+  local known, before_it = pcall(runs.read, run)
+  local earlier = attaching and known and runs.runner(before_it)
   local began = os.time()
   guarded:start(script, { shell = "/bin/sh", keep = KEEP })
   local ok, first, record = pcall(task.race, {
@@ -102,7 +105,10 @@ function M.run(context, run, attaching)
         task.sleep(LOOK)
         local there, state = pcall(runs.read, run)
         local open = there and runs.open_attempt(state)
-      until open and runs.runner(state) and (attaching or (open.gone or 0) / 1e6 >= began - 1)
+        local runner = open and runs.runner(state)
+      until runner
+        and not (earlier and runner.id == earlier.id)
+        and (attaching or (open.gone or 0) / 1e6 >= began - 1)
     end,
   })
   if not ok then
