@@ -58,7 +58,7 @@ describe("progress", function()
       repeat
         task.sleep(0.05)
         screen = tmux("capture-pane", "-p", "-t", "narrow").stdout
-      until screen:find("last status", 1, true)
+      until screen:find("last status [^\n]+%.%.%.")
     end)
     assert.matches("^completed step: 1\nlast status [^\n]+%.%.%.\n+$", screen)
   end)

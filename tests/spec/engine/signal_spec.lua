@@ -2,14 +2,29 @@
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
 local task = require("ciranda.task")
+local uv = require("luv")
+
+local patience = dofile("tests/fixtures/patience.lua")
 
 local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
 
---- Starts a chunk that prints "ready", sends it signals, returns its result.
-local function interrupt(chunk, signals, gap)
+--- Whether a signal waits to be taken by a process: a second one of its kind would be lost until then.
+local function is_pending(pid, signal)
+  local file <close> = io.open(("/proc/%d/status"):format(pid))
+  local bit = 1 << (uv.constants[signal] - 1)
+  for mask in (file and file:read("a") or ""):gmatch("S%a+Pnd:%s*(%x+)") do
+    if tonumber(mask, 16) & bit ~= 0 then
+      return true
+    end
+  end
+  return false
+end
+
+--- Starts a chunk that prints "ready", sends it signals, calls `taken` when it has them, returns its result.
+local function interrupt(chunk, signals, gap, taken)
   local out = {}
   local ready = task.event()
-  return task.timeout(30, function()
+  return task.timeout(60, function()
     local scope <close> = task.scope()
     local program <close> = process.spawn { BINARY, "-e", chunk, stdout = process.PIPE }
     local reading = scope:spawn(function()
@@ -24,6 +39,12 @@ local function interrupt(chunk, signals, gap)
     for i, signal in ipairs(signals) do
       task.sleep(i > 1 and gap or 0.05)
       program:signal(signal)
+      patience.wait_for(signal .. " is taken", function()
+        return not is_pending(program.pid, signal)
+      end)
+    end
+    if taken then
+      taken()
     end
     local result = program:wait()
     reading:wait()
@@ -99,7 +120,15 @@ describe("other signals", function()
   end)
 
   it("SIGQUIT prints the tasks and goes on", function()
-    local result = interrupt(READY .. [[require("ciranda.task").sleep(0.5) print("went on")]], { "SIGQUIT" })
+    local directory = fs.tempdir()
+    local chunk = ([[local task = require("ciranda.task")
+      repeat task.sleep(0.02) until io.open(%q)
+      task.sleep(0.1)
+      print("went on")]]):format(directory .. "/go")
+    local result = interrupt(READY .. chunk, { "SIGQUIT" }, nil, function()
+      fs.write(directory .. "/go", "")
+    end)
+    fs.remove_tree(directory)
     assert.equal(0, result.code)
     assert.matches("went on", result.stdout)
     assert.matches("main", result.stderr)

@@ -274,7 +274,7 @@ describe("ciranda.gcp.client", function()
       end
       return { json = {} }
     end, function(s, requests)
-      support.client():json { url = s.url, timeout = 0.1 }
+      support.client():json { url = s.url, timeout = 1 }
       assert.equal(2, #requests)
     end)
     support.with_server(answers { { status = 503 } }, function(s)

@@ -6,6 +6,7 @@ local kinds = require("ciranda.gcp.credential_kinds")
 local log = require("ciranda.io.log")
 local task = require("ciranda.task")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local support = dofile("tests/spec/gcp/support.lua")
 local fails = support.fails
 
@@ -92,8 +93,11 @@ describe("ciranda.gcp.credentials", function()
     it("fetch once for many who wait, also when the first of them is cancelled", function()
       support.with_directory(function(directory)
         local give = token_server()
-        support.with_server(function()
-          task.sleep(0.05)
+        local answered = task.event()
+        support.with_server(function(_, number)
+          if number == 2 then
+            answered:wait()
+          end
           return give()
         end, function(s, requests)
           adc(directory, USER)
@@ -112,9 +116,12 @@ describe("ciranda.gcp.credentials", function()
           for i = 1, 5 do
             tasks[i] = scope:spawn(found.token, found)
           end
-          task.sleep(0.01)
+          patience.wait_for("the second request", function()
+            return #requests == 2
+          end)
           tasks[1]:cancel()
           pcall(tasks[1].wait, tasks[1])
+          answered:set()
           for i = 2, 5 do
             assert.matches("^token%-[23]$", tasks[i]:wait())
           end

@@ -4,6 +4,7 @@ local logging = require("ciranda.io.log")
 local task = require("ciranda.task")
 local tpu_module = require("ciranda.gcp.tpu")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local support = dofile("tests/spec/gcp/support.lua")
 local fails, fast = support.fails, support.fast
 
@@ -245,8 +246,9 @@ describe("ciranda.gcp.tpu", function()
 
     it("takes a missing resource for 'not yet' at first, and for gone later", function()
       support.with_tpu({}, function(tpu, project)
-        local hidden = 3
+        local hidden, looks = 3, 0
         function project.before(r)
+          looks = looks + 1
           if r.method == "GET" and r.path:find("queuedResources") and hidden > 0 then
             hidden = hidden - 1
             return {
@@ -261,7 +263,10 @@ describe("ciranda.gcp.tpu", function()
 
         local scope <close> = task.scope()
         local waiting = scope:spawn(pcall, qr.wait, qr, "FAILED", fast())
-        task.sleep(0.05)
+        looks = 0
+        patience.wait_for("a look at it", function()
+          return looks > 1
+        end)
         qr:delete()
         local ok, err = waiting:wait()
         assert.is_false(ok)
@@ -306,20 +311,24 @@ describe("ciranda.gcp.tpu", function()
     it("ends in time, and tells what a person should know of a long wait", function()
       support.with_tpu({ capacity = 0 }, function(tpu)
         local qr = tpu:create(request())
-        local notes = {}
-        local err = fails(
-          "timeout",
-          qr.wait,
-          qr,
-          "ACTIVE",
-          fast {
-            timeout = 0.6,
-            stuck_after = 0.1,
-            on_note = function(text)
-              notes[#notes + 1] = text
-            end,
-          }
-        )
+        local notes, err
+        patience.within_more(0.6, function(seconds)
+          notes = {}
+          err = fails(
+            "timeout",
+            qr.wait,
+            qr,
+            "ACTIVE",
+            fast {
+              timeout = seconds,
+              stuck_after = 0.1,
+              on_note = function(text)
+                notes[#notes + 1] = text
+              end,
+            }
+          )
+          return #notes >= 2
+        end)
         assert.equal("WAITING_FOR_RESOURCES", err.state)
         assert.is_true(#notes >= 2)
         assert.matches("it asks for 2 slices of v5e (32 chips), on-demand, in us-west4-a", notes[1], 1, true)

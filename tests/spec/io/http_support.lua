@@ -95,7 +95,7 @@ end
 
 --- Wait until something accepts connections on a loopback port.
 function M.wait_for_port(port)
-  task.timeout(10, function()
+  task.timeout(60, function()
     while true do
       local up = task.await(function(done)
         local tcp = uv.new_tcp()

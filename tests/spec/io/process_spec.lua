@@ -4,6 +4,8 @@ local process = require("ciranda.io.process")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local patience = dofile("tests/fixtures/patience.lua")
+
 local function within(fn)
   return function()
     return task.run(fn)
@@ -251,7 +253,8 @@ describe("process.run", function()
   it(
     "result comes after the end of output, also of what the program left running",
     within(function()
-      local result = process.run(sh("(sleep 0.1; echo late) & echo early"))
+      local result =
+        process.run(sh("(while kill -0 $$ 2>/dev/null; do sleep 0.01; done; echo late) & echo early"))
       assert.equal("early\nlate\n", result.stdout)
     end)
   )
@@ -292,8 +295,11 @@ describe("a program that cannot be started", function()
         pcall(process.run, { "no-such-program", stderr = process.STDOUT })
         process.run(sh("echo x", { stdin = "x", stderr = process.STDOUT }))
       end
-      task.sleep(0.01)
-      assert.equal(before, #fs.list("/proc/self/fd"))
+      patience.wait_for(function()
+        return ("%d descriptors as before; there are %d"):format(before, #fs.list("/proc/self/fd"))
+      end, function()
+        return #fs.list("/proc/self/fd") == before
+      end)
     end)
   )
 
@@ -324,12 +330,16 @@ describe("a program whose time is up", function()
   it(
     "gets TERM, and what it wrote is in the error",
     within(function()
-      local e = refused(
-        "timeout",
-        "sh did not end within 0.1 s and was stopped",
-        process.run,
-        sh("trap 'echo stopping; exit 0' TERM; echo begun; while :; do sleep 0.01; done", { timeout = 0.1 })
-      )
+      local e = patience.within_more(0.1, function(seconds)
+        local line = "trap 'echo stopping; exit 0' TERM; echo begun; while :; do sleep 0.01; done"
+        local e = refused(
+          "timeout",
+          ("sh did not end within %g s and was stopped"):format(seconds),
+          process.run,
+          sh(line, { timeout = seconds })
+        )
+        return e.result.stdout ~= "", e
+      end)
       assert.equal("begun\nstopping\n", e.result.stdout)
       assert.equal(0, e.result.code)
     end)
@@ -338,12 +348,11 @@ describe("a program whose time is up", function()
   it(
     "gets KILL after the grace, with its whole group",
     within(function()
-      local e = refused(
-        "timeout",
-        "stopped",
-        process.run,
-        sh("trap '' TERM; (trap '' TERM; sleep 60) & echo $!; wait; sleep 60", { timeout = 0.1, grace = 0.1 })
-      )
+      local e = patience.within_more(0.1, function(seconds)
+        local line = "trap '' TERM; (trap '' TERM; sleep 60) & echo $!; wait; sleep 60"
+        local e = refused("timeout", "stopped", process.run, sh(line, { timeout = seconds, grace = seconds }))
+        return e.result.stdout ~= "", e
+      end)
       assert.equal("SIGKILL", e.result.signal)
       assert.is_true(gone(e.result.stdout:match("%d+")))
     end)
@@ -352,12 +361,11 @@ describe("a program whose time is up", function()
   it(
     "does not hold us up when something outside its group keeps its output open",
     within(function()
-      local e = refused(
-        "timeout",
-        "stopped",
-        process.run,
-        sh("setsid sh -c 'echo $$; sleep 30' & sleep 60", { timeout = 0.2, grace = 0.05 })
-      )
+      local e = patience.within_more(0.2, function(seconds)
+        local line = "setsid sh -c 'echo $$; sleep 300' & sleep 300"
+        local e = refused("timeout", "stopped", process.run, sh(line, { timeout = seconds, grace = 0.05 }))
+        return e.result.stdout ~= "", e
+      end)
       local pid = math.tointeger(e.result.stdout:match("%d+"))
       assert.is_true(exists(pid))
       uv.kill(-pid, "sigkill")
@@ -402,17 +410,19 @@ describe("cancelling the task of a program", function()
     "while a callback waits ends it too",
     within(function()
       local child
+      local called = task.event()
       pcall(function()
         local scope <close> = task.scope()
         child = scope:spawn(function()
           process.run({
             "yes",
             on_stdout = function()
+              called:set()
               task.sleep(60)
             end,
           })
         end)
-        task.sleep(0.05)
+        called:wait()
         child:cancel("test")
       end)
       assert.equal("cancelled", child:status())

@@ -5,6 +5,7 @@ local server = require("ciranda.io.server")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local support = dofile("tests/spec/io/http_support.lua")
 local raised = support.raised
 
@@ -21,7 +22,7 @@ end
 --- Send bytes to the server and read until it closes, or until `pattern` was read. Returns all that came, and the
 --- error that ended it, if any.
 local function talk(s, bytes, pattern)
-  return task.timeout(10, task.await, function(done)
+  return task.timeout(60, task.await, function(done)
     local tcp = uv.new_tcp()
     local got = {}
     local function finish(err)
@@ -220,9 +221,10 @@ describe("ciranda.io.server", function()
     end)
 
     it("may come late: a long poll holds up nobody", function()
+      local over = task.event()
       with_server(function(request)
         if request.path == "/wait" then
-          task.sleep(0.2)
+          over:wait()
         end
         return { body = request.path }
       end, function(s)
@@ -232,6 +234,7 @@ describe("ciranda.io.server", function()
           assert.equal("/" .. i, http.get(s.url .. "/" .. i).body)
         end
         assert.equal("waiting", waiting:status())
+        over:set()
         assert.equal("/wait", waiting:wait().body)
       end)
     end)
@@ -363,7 +366,7 @@ describe("ciranda.io.server", function()
           end)
           tcp:write("GET / HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\nx")
         end)
-        task.timeout(5, ended.wait, ended)
+        task.timeout(60, ended.wait, ended)
         tcp:close()
         local text = table.concat(got)
         assert.matches("^HTTP/1.1 101", text)
@@ -522,7 +525,7 @@ describe("ciranda.io.server", function()
         end,
       }, function(s)
         talk(s, "GET / HTTP/1.1\r\nHost: h\r\n\r\n", "xxxx")
-        task.timeout(5, ended.wait, ended)
+        task.timeout(60, ended.wait, ended)
         task.yield()
       end)
       assert.equal(0, reported)
@@ -531,12 +534,13 @@ describe("ciranda.io.server", function()
 
   describe("closing", function()
     it("cancels handlers, cuts connections and lets the port go", function()
-      local cancelled, port = 0, nil
+      local begun, cancelled, port = 0, 0, nil
       local errs = {}
       task.run(function()
         local scope <close> = task.scope()
         local s = server.listen {
           handler = function(request)
+            begun = begun + 1
             local _ <close> = setmetatable({}, {
               __close = function()
                 cancelled = cancelled + 1
@@ -561,8 +565,10 @@ describe("ciranda.io.server", function()
         for i = 1, 20 do
           clients[i] = scope:spawn(pcall, http.get, s.url .. (i % 2 == 0 and "/stream" or "/wait"))
         end
-        task.sleep(0.1)
-        task.timeout(5, s.close, s)
+        patience.wait_for("20 requests", function()
+          return begun == 20
+        end)
+        task.timeout(60, s.close, s)
         s:close()
         for i, client in ipairs(clients) do
           local ok, err = client:wait()
@@ -606,18 +612,23 @@ describe("ciranda.io.server", function()
     end
 
     it("answers 500 for a request that was forgotten, 503 for one whose deadline passed", function()
-      local kept = {}
-      with_core({ deadline_ms = 100 }, function(exchange, request)
-        if request.target == "/kept" then
-          kept[1] = exchange
-        end
+      local asked = false
+      with_core({ deadline_ms = 60000 }, function()
+        asked = true
       end, function(url)
         local scope <close> = task.scope()
         local forgotten = scope:spawn(http.get, url .. "/forgotten")
-        task.sleep(0.03)
+        patience.wait_for("the request", function()
+          return asked
+        end)
         collectgarbage()
         collectgarbage()
         assert.equal(500, forgotten:wait().status)
+      end)
+      local kept = {}
+      with_core({ deadline_ms = 100 }, function(exchange)
+        kept[1] = exchange
+      end, function(url)
         assert.equal(503, http.get(url .. "/kept").status)
         assert.is_false(kept[1]:respond(200, nil, "too late"))
       end)
@@ -679,9 +690,10 @@ describe("ciranda.io.server", function()
         for i = 1, 10 do
           clients[i] = scope:spawn(pcall, http.get, url)
         end
-        task.sleep(0.05)
-        assert.equal(10, #kept)
-        task.timeout(5, task.await, function(done)
+        patience.wait_for("ten requests", function()
+          return #kept == 10
+        end)
+        task.timeout(60, task.await, function(done)
           assert.is_true(s:stop(done))
         end)
         assert.is_false(s:stop(print))
@@ -694,11 +706,13 @@ describe("ciranda.io.server", function()
   end)
 
   it("holds 500 suspended connections at once", function()
-    local most, now = 0, 0
+    local now, enough = 0, task.event()
     with_server(function(request)
       now = now + 1
-      most = math.max(most, now)
-      task.sleep(0.3)
+      if now > 250 then
+        enough:set()
+      end
+      assert(pcall(task.timeout, 25, enough.wait, enough), "only " .. now .. " at once")
       now = now - 1
       return { body = request.path }
     end, function(s)
@@ -713,7 +727,6 @@ describe("ciranda.io.server", function()
       do
         assert.equal("/" .. i, response.body)
       end
-      assert.is_true(most > 250, "only " .. most .. " at once")
     end)
   end)
 end)

@@ -5,6 +5,7 @@ local server = require("ciranda.io.server")
 local task = require("ciranda.task")
 local websocket = require("ciranda.io.websocket")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local support = dofile("tests/spec/io/http_support.lua")
 local raised = support.raised
 
@@ -380,7 +381,10 @@ describe("ciranda.io.websocket", function()
   it("has a deadline for the connection and for the answer, and names the phase", function()
     local silent <close> = support.raw(function() end)
     local address = silent.url:gsub("^http", "ws")
-    local err = raised(websocket.connect, { url = address, timeout = 0.1 })
+    local err = patience.within_more(0.1, function(seconds)
+      local err = raised(websocket.connect, { url = address, timeout = seconds })
+      return err.phase == "handshake", err
+    end)
     assert.equal("timeout", err.code)
     assert.equal("handshake", err.phase)
     err = raised(websocket.connect, { url = "ws://127.0.0.1:" .. support.free_port() })

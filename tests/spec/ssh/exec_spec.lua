@@ -5,6 +5,7 @@ local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local support = dofile("tests/spec/ssh/support.lua")
 local fails = support.fails
 
@@ -146,11 +147,21 @@ describe("a command", function()
   it("must say something in time when that is asked, and may then take its own", function()
     local err = fails("timeout", "first_byte", connection.exec, connection, "sleep 30", { first_byte = 0.3 })
     assert.is_truthy(err.message:find("has said nothing for 0.3 s", 1, true))
-    local talks = connection:exec("echo first; sleep 1; echo last", { first_byte = 0.9 })
-    assert.are.equal("first\nlast\n", talks.stdout)
+    local talks = patience.within_more(0.9, function(seconds)
+      local command = ("echo first; sleep %g; echo last"):format(seconds + 0.1)
+      local ok, talks = pcall(connection.exec, connection, command, { first_byte = seconds })
+      return ok, talks
+    end)
+    assert.are.equal("first\nlast\n", talks.stdout, tostring(talks))
     assert.are.equal(7, connection:exec("exit 7", { first_byte = 20 }).code)
-    local options = { first_byte = 20, timeout = 0.5 }
-    fails("timeout", "exec", connection.exec, connection, "echo; sleep 30", options)
+    fails(
+      "timeout",
+      "exec",
+      connection.exec,
+      connection,
+      "echo; sleep 300",
+      { first_byte = 60, timeout = 0.5 }
+    )
   end)
 
   it("that ends without reading its input is no failure", function()
@@ -195,29 +206,37 @@ describe("a command", function()
 
   it("that is given up gets TERM and frees its channel", function()
     local mark = server.home .. "/term"
-    local began = uv.hrtime()
-    local err = fails(
-      "timeout",
-      "exec",
-      connection.exec,
-      connection,
-      ("trap \"echo yes > '%s'; exit\" TERM; sleep 5 & wait"):format(mark),
-      { timeout = 0.3 }
-    )
-    assert.is_true((uv.hrtime() - began) / 1e9 < 4)
-    assert.is_truthy(err.message:find("0.3 s", 1, true))
-    assert.is_true(support.wait_for(function()
-      return require("ciranda.io.fs").exists(mark) == "file"
-    end, 5))
+    patience.within_more(0.3, function(seconds)
+      local began, ready = uv.hrtime(), false
+      local err = fails(
+        "timeout",
+        "exec",
+        connection.exec,
+        connection,
+        ("trap \"echo yes > '%s'; exit\" TERM; echo ready; sleep 120 & wait"):format(mark),
+        {
+          timeout = seconds,
+          on_stdout = function()
+            ready = true
+          end,
+        }
+      )
+      assert.is_true((uv.hrtime() - began) / 1e9 < 60)
+      assert.is_truthy(err.message:find(("%g s"):format(seconds), 1, true), err.message)
+      return ready
+    end)
+    patience.wait_for("the command's own end", function()
+      return fs.exists(mark) == "file"
+    end)
     assert.are.equal("still\n", connection:exec("echo still").stdout)
   end)
 
   it("ends for us when it has ended, though a child holds its output", function()
-    local channel <close> = connection:start("sleep 3 & echo $!; exit 6")
+    local channel <close> = connection:start("sleep 120 & echo $!; exit 6")
     local pid = (channel:read()):match("%d+")
     local began = uv.hrtime()
     assert.are.equal(6, channel:wait().code)
-    assert.is_true((uv.hrtime() - began) / 1e9 < 2)
+    assert.is_true((uv.hrtime() - began) / 1e9 < 60)
     connection:exec("kill " .. pid)
   end)
 
@@ -322,10 +341,10 @@ describe("a command", function()
   end)
 
   it("is noticed as lost when the server is stopped, with its words", function()
-    local stopped = ssh.connect(server:options({ keepalive = { interval = 0.3, count = 3 } }))
+    local stopped = ssh.connect(server:options({ keepalive = { interval = 0.3, count = 10 } }))
     local channel <close> = stopped:start("sleep 20")
     -- The control: while the server answers, silence is no failure.
-    task.sleep(1.8)
+    task.sleep(4)
     assert.is_true(stopped:is_open())
     local pids = {}
     for _, pid in ipairs(server:sessions()) do
@@ -343,8 +362,8 @@ describe("a command", function()
   end)
 
   it("is kept alive where no channel is open", function()
-    local idle <close> = ssh.connect(server:options({ keepalive = { interval = 0.2, count = 4 } }))
-    task.sleep(1.5)
+    local idle <close> = ssh.connect(server:options({ keepalive = { interval = 0.2, count = 15 } }))
+    task.sleep(4)
     assert.is_true(idle:is_open())
     assert.are.equal("hi\n", idle:exec("echo hi").stdout)
     task.sleep(0.3)
@@ -353,7 +372,7 @@ describe("a command", function()
 
   it("answers a server that asks for signs of life while idle", function()
     local asking <close> = support.server({ config = { "ClientAliveInterval 1", "ClientAliveCountMax 2" } })
-    local idle <close> = ssh.connect(asking:options({ keepalive = { interval = 0.5, count = 3 } }))
+    local idle <close> = ssh.connect(asking:options({ keepalive = { interval = 0.5, count = 10 } }))
     -- One that has never had a channel, and asks for nothing itself.
     local unused <close> = ssh.connect(asking:options({ keepalive = false }))
     idle:exec("true")

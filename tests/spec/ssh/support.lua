@@ -116,9 +116,9 @@ local function descendants(pid)
   return found
 end
 
---- Wait until `fn()` is true, for at most `seconds`; false when it never was.
+--- Wait until `fn()` is true, for at most `seconds`, a minute by default; false when it never was.
 function M.wait_for(fn, seconds)
-  local deadline = uv.hrtime() + (seconds or 10) * 1e9
+  local deadline = uv.hrtime() + (seconds or 60) * 1e9
   while not fn() do
     if uv.hrtime() > deadline then
       return false
@@ -233,9 +233,12 @@ function M.server(options)
     uv.fs_close(fd)
     assert(handle, pid)
     self.handle, self.pid = handle, pid
-    M.wait_for(function()
-      return self.exited or self:log():find("Server listening on", 1, true) ~= nil
-    end)
+    assert(
+      M.wait_for(function()
+        return self.exited or self:log():find("Server listening on", 1, true) ~= nil
+      end),
+      "sshd neither listens nor ends"
+    )
     if not self.exited then
       return self
     end
