@@ -101,14 +101,18 @@ describe("run.drill", function()
         })
       end,
       function()
-        task.timeout(30, function()
+        task.timeout(60, function()
           while steps_done(run, "0.0") < (options.steps or 4) do
             task.sleep(0.02)
           end
         end)
         if options.runner_leaves then
           handler("SIGHUP", 1)
-          task.sleep(0.2)
+          task.timeout(60, function()
+            while not result do
+              task.sleep(0.02)
+            end
+          end)
         end
         verdict = act(run)
       end,

@@ -8,6 +8,7 @@ local task = require("ciranda.task")
 local uv = require("luv")
 
 local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local patience = dofile("tests/fixtures/patience.lua")
 
 describe("run.gang", function()
   local root, slices, machines, workers, started
@@ -61,6 +62,15 @@ describe("run.gang", function()
       file:close()
     end
     return text
+  end
+
+  --- Waits until the command of every worker has made `up` beside its directory: its traps are set then.
+  local function all_up()
+    for address, machine in pairs(machines) do
+      patience.wait_for("the command on " .. address, function()
+        return uv.fs_stat(machine.home .. "/up")
+      end)
+    end
   end
 
   --- The log as the worker has it.
@@ -204,11 +214,14 @@ describe("run.gang", function()
 
   it("gives the first failure's own status, and stops the others in order", function()
     make(2, 2)
-    local one = gang_of([[
+    local one = gang_of(([[
       trap 'echo got TERM; exit 0' TERM
-      if [ $CIRANDA_PROCESS_ID = 2 ]; then sleep 0.3; exit 7; fi
-      sleep 30 & wait
-    ]])
+      if [ $CIRANDA_PROCESS_ID = 2 ]; then
+        until [ -e %s/up.0 ] && [ -e %s/up.1 ] && [ -e %s/up.3 ]; do sleep 0.02; done
+        exit 7
+      fi
+      sleep 300 & : > %s/up.$CIRANDA_PROCESS_ID; wait
+    ]]):format(root, root, root, root))
     one:stage()
     one:go()
     local verdict = one:watch()
@@ -242,7 +255,7 @@ describe("run.gang", function()
     local began = uv.hrtime()
     local verdict = one:watch()
     assert.equal(3, verdict.status)
-    assert.is_true((uv.hrtime() - began) / 1e9 < 20)
+    assert.is_true((uv.hrtime() - began) / 1e9 < 50)
     for _, machine in pairs(machines) do
       for _, line in pairs(machine:processes()) do
         assert.is_nil(line:find("sleep 60", 1, true))
@@ -302,16 +315,17 @@ describe("run.gang", function()
     machines["0.2"].hang = function(command)
       return command:find("tar -xf", 1, true) ~= nil
     end
-    local one = gang_of("true", { stage_timeout = 1 })
-    local ok, e = pcall(one.stage, one)
-    assert.is_false(ok)
+    local e, wanted = patience.within_more(1, function(seconds)
+      local one = gang_of("true", { stage_timeout = seconds })
+      local ok, e = pcall(one.stage, one)
+      assert.is_false(ok)
+      local wanted = ("slice 0 worker 2 (0.2) was not ready within %d s; it was making the attempt"):format(
+        seconds
+      )
+      return e.message:find(wanted, 1, true) ~= nil, e, wanted
+    end)
     assert.equal("deadline", e.code)
-    assert.matches(
-      "slice 0 worker 2 (0.2) was not ready within 1 s; it was making the attempt",
-      e.message,
-      1,
-      true
-    )
+    assert.matches(wanted, e.message, 1, true)
   end)
 
   it("waits for a worker that boots", function()
@@ -492,13 +506,13 @@ describe("run.gang", function()
 
   it("stops all on request: TERM at once, and says that they were stopped", function()
     make(1, 2)
-    local one = gang_of("trap 'echo saving; exit 0' TERM; sleep 30 & wait", {})
+    local one = gang_of("trap 'echo saving; exit 0' TERM; sleep 300 & : > ../up; wait", {})
     one:stage()
     one:go()
     local verdict
     task.all({
       function()
-        task.sleep(0.3)
+        all_up()
         one:stop(5, "the user asked")
       end,
       function()
@@ -515,7 +529,10 @@ describe("run.gang", function()
     -- Worker 0 is told late; worker 1's end makes it leave with 1 at once, as frameworks do that agree on a last step.
     local flag = root .. "/stop"
     local one = gang_of(
-      ("trap 'touch %s; exit 1' TERM; while [ ! -e %s ]; do sleep 0.02; done; exit 1"):format(flag, flag)
+      ("trap 'touch %s; exit 1' TERM; : > ../up; while [ ! -e %s ]; do sleep 0.02; done; exit 1"):format(
+        flag,
+        flag
+      )
     )
     machines["0.0"].cut = function(command)
       if command:find(" stop ", 1, true) and not machines["0.0"].was_cut then
@@ -528,7 +545,7 @@ describe("run.gang", function()
     local verdict
     task.all({
       function()
-        task.sleep(0.3)
+        all_up()
         one:stop(5, "the user asked")
       end,
       function()
@@ -543,17 +560,22 @@ describe("run.gang", function()
 
   it("signals what runs, by fleet:signal: TERM is a stop, others are delivered and confirmed", function()
     make(1, 2)
-    local one =
-      gang_of("trap 'echo usr1' USR1; trap 'echo term; exit 0' TERM; while true; do sleep 0.1; done")
+    local one = gang_of(
+      "trap 'echo usr1' USR1; trap 'echo term; exit 0' TERM; : > ../up; while true; do sleep 0.1; done"
+    )
     one:stage()
     one:go()
-    task.sleep(0.3)
+    all_up()
     local path = ".ciranda/r1/" .. one.options.id
     local results = workers:signal("USR1"):check()
     assert.is_table(results[1].attempts[path])
     assert.is_table(results[2].attempts[path])
     assert.same({}, workers:signal("USR1", { run = "other" }):check()[1].attempts)
-    task.sleep(0.3)
+    for address in pairs(machines) do
+      patience.wait_for("usr1 on " .. address, function()
+        return remote_log(one, address) == "usr1\n"
+      end)
+    end
     results = workers:signal("SIGTERM", { grace = 10, run = "r1" }):check()
     assert.is_true(results[1].attempts[path].stopped)
     local verdict = one:watch()
@@ -567,13 +589,13 @@ describe("run.gang", function()
 
   it("shortens the grace when asked again", function()
     make(1, 1)
-    local one = gang_of("trap '' TERM; while true; do sleep 0.1; done")
+    local one = gang_of("trap '' TERM; : > ../up; while true; do sleep 0.1; done")
     one:stage()
     one:go()
     local began = uv.hrtime()
     task.all({
       function()
-        task.sleep(0.3)
+        all_up()
         one:stop(300, "the user asked")
         task.sleep(0.3)
         one:stop(0.5, "the user asked again")
@@ -582,7 +604,7 @@ describe("run.gang", function()
         one:watch()
       end,
     })
-    assert.is_true((uv.hrtime() - began) / 1e9 < 20)
+    assert.is_true((uv.hrtime() - began) / 1e9 < 100)
   end)
 
   it("refuses two workers that share a home directory", function()
@@ -608,20 +630,22 @@ describe("run.gang", function()
 
   it("knows the exit codes from cancellation: a cancelled watch leaves the work alone", function()
     make(1, 1)
-    local one = gang_of("sleep 1; echo done > ../done")
+    local one = gang_of("while [ ! -e ../go ]; do sleep 0.02; done; echo done > ../done")
     one:stage()
     one:go()
     local ok, e = pcall(task.timeout, 0.3, one.watch, one)
     assert.is_false(ok)
     assert.is_true(errors.is(e, "timeout"))
-    task.sleep(1.2)
-    assert.equal("done\n", read(machines["0.0"].home .. "/done"))
+    io.open(machines["0.0"].home .. "/go", "w"):close()
+    patience.wait_for("the end of the command", function()
+      return read(machines["0.0"].home .. "/done") == "done\n"
+    end)
   end)
 end)
 
 describe("run.attempt on a worker that is slow", function()
   --- An attempt whose step fails so twice, and then succeeds.
-  local function persists(problem, patience)
+  local function persists(problem, seconds)
     local one = attempt.new({
       run = "r1",
       id = "0001-abcdef",
@@ -636,7 +660,7 @@ describe("run.attempt on a worker that is slow", function()
         errors.raise(problem)
       end
       return "staged"
-    end, patience)
+    end, seconds)
     return ok and result or result.code
   end
 

@@ -4,6 +4,7 @@ local launch = require("ciranda.run.launch")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local runs_of = dofile("tests/fixtures/fleet/runs.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
@@ -41,11 +42,7 @@ describe("run.launch", function()
       end,
       function()
         for _, step in ipairs(steps) do
-          local deadline = uv.hrtime() + 20e9
-          while not step.when() do
-            assert(uv.hrtime() < deadline, "a condition did not come about: " .. text())
-            task.sleep(0.02)
-          end
+          patience.wait_for(text, step.when)
           step.act()
         end
       end,
@@ -398,7 +395,9 @@ describe("run.launch", function()
     -- As if the go had never reached worker 1.1: its attempt is staged, nothing is started there.
     local machine = machines["1.1"]
     machine:kill_all()
-    task.sleep(0.3)
+    patience.wait_for("the end of its processes", function()
+      return not next(machine:processes())
+    end)
     local attempt = journal.read("r1").attempts[1].attempt
     local directory = ("%s/.ciranda/r1/%s"):format(machine.home, attempt)
     os.execute(
@@ -456,7 +455,11 @@ describe("run.launch", function()
     machines["1.1"].hang = function(command)
       return command:find("tar -xf", 1, true) ~= nil
     end
-    result = launch.run(settings("true", { stage_timeout = 1 }))
+    result = patience.within_more(1, function(seconds)
+      place.said = {}
+      result = launch.run(settings("true", { stage_timeout = seconds }))
+      return text():find("slice 1 worker 1", 1, true) ~= nil, result
+    end)
     assert.same({ 124, "deadline" }, { result.status, result.kind })
     assert.matches("slice 1 worker 1", text(), 1, true)
   end)

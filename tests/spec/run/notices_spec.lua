@@ -197,7 +197,7 @@ import os, signal, time
 def save(*_): os.makedirs('%s/shared/7', exist_ok=True); print('saved', flush=True)
 signal.signal(signal.SIGUSR1, save)
 print('up', flush=True)
-for _ in range(200):
+for _ in range(1200):
     time.sleep(0.1)
     if os.path.exists('%s/enough'): break
 "]]):format(root, root)
@@ -216,8 +216,15 @@ for _ in range(200):
   end)
 
   it("says so, and sends nothing, where SIGUSR1 would end the command", function()
-    local result = run_with(settings("echo up; sleep 3; exit 4"), "up", function()
+    local command = ("echo up; until [ -e %s/enough ]; do sleep 0.1; done; exit 4"):format(root)
+    local result = run_with(settings(command), "up", function()
       assert.is_true(place.handler("SIGUSR1", 1))
+      task.timeout(60, function()
+        while not text():find("nothing was sent", 1, true) do
+          task.sleep(0.05)
+        end
+      end)
+      fs.write(root .. "/enough", "")
     end)
     assert.equal(4, result.status)
     assert.matches(

@@ -3,6 +3,7 @@ local setup = require("ciranda.run.setup")
 local task = require("ciranda.task")
 
 local gangs = dofile("tests/fixtures/fleet/gangs.lua")
+local patience = dofile("tests/fixtures/patience.lua")
 
 describe("run.setup", function()
   local place
@@ -20,6 +21,17 @@ describe("run.setup", function()
     }
     options.content, options.timeout = nil, nil
     return place:gang(options.run or "r1", "echo went >> ../went", options)
+  end
+
+  --- Stages until the set-up's command has written "did", and goes away. Returns whether staging has ended.
+  local function leaves_it_running(one)
+    local scope <close> = task.scope()
+    local staging = scope:spawn(one.stage, one)
+    place.wait(function()
+      return place:read("0.0", "did")
+    end, 60)
+    staging:cancel("gone")
+    return (pcall(staging.wait, staging))
   end
 
   it("runs once a machine, before the start, in the run's directory, whatever attempt or run asks", function()
@@ -87,14 +99,15 @@ describe("run.setup", function()
 
   it("has a deadline of its own, after which it is stopped", function()
     place = gangs.place(1, 1)
-    local e = place:refused(gang("echo waiting; sleep 600", { timeout = 1 }))
+    local e, wanted = patience.within_more(1, function(seconds)
+      local e = place:refused(gang("echo waiting; sleep 600", { timeout = seconds }))
+      local wanted =
+        "had not ended after %d s (--SETUP_TIMEOUT) and was stopped; the end of its log:\n  waiting"
+      wanted = wanted:format(seconds)
+      return e.message:find(wanted, 1, true) ~= nil, e, wanted
+    end)
     assert.equal("deadline", e.code)
-    assert.matches(
-      "had not ended after 1 s (--SETUP_TIMEOUT) and was stopped; the end of its log:\n  waiting",
-      e.message,
-      1,
-      true
-    )
+    assert.matches(wanted, e.message, 1, true)
     for _, line in pairs(place.machines["0.0"]:processes()) do
       assert.is_nil(line:find("sleep 600", 1, true))
     end
@@ -103,12 +116,7 @@ describe("run.setup", function()
   it("takes up one that still runs, and runs it once through a cut connection", function()
     place = gangs.place(1, 1)
     local command = "echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done; echo finished"
-    local one = gang(command)
-    local ok = pcall(task.timeout, 3, one.stage, one)
-    assert.is_false(ok)
-    place.wait(function()
-      return place:read("0.0", "did")
-    end)
+    assert.is_false(leaves_it_running(gang(command)))
     local cuts = 0
     place.machines["0.0"].cut = function(sent)
       if sent:find("follow .ciranda/.setup", 1, true) and cuts < 2 then
@@ -125,11 +133,7 @@ describe("run.setup", function()
   it("runs again what the machine's end has cut off", function()
     place = gangs.place(1, 1)
     local command = "echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done"
-    local one = gang(command)
-    pcall(task.timeout, 3, one.stage, one)
-    place.wait(function()
-      return place:read("0.0", "did")
-    end)
+    assert.is_false(leaves_it_running(gang(command)))
     place.machines["0.0"]:reboot()
     place:write("0.0", "finish", "")
     gang(command):stage()

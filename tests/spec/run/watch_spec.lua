@@ -173,12 +173,12 @@ describe("run.gang watches", function()
         [[echo a; while [ ! -e ../go ]; do sleep 0.02; done; echo b; [ $CIRANDA_WORKER_ID = 1 ] &&
         while [ ! -e ../end ]; do sleep 0.02; done; true]],
         {
-          stall = 1,
+          stall = 2,
           live = only_first,
           on_stall = function(stall)
             stalls[#stalls + 1] = stall
             if #stalls == 1 then
-              task.sleep(1.5)
+              task.sleep(2.5)
               assert.equal(1, #stalls)
             end
             for _, machine in pairs(machines) do
@@ -190,7 +190,7 @@ describe("run.gang watches", function()
     )
     assert.equal(0, one:watch().status)
     assert.equal(2, #stalls)
-    assert.is_true(stalls[1].seconds >= 1)
+    assert.is_true(stalls[1].seconds >= 2)
     assert.same({ 2, 1 }, { #stalls[1].workers, #stalls[2].workers })
     assert.equal("0.1", stalls[2].worker.address)
   end)
@@ -201,9 +201,9 @@ describe("run.gang watches", function()
       gang_of(
         1,
         2,
-        [[[ $CIRANDA_WORKER_ID = 0 ] && exec sleep 3; for i in $(seq 30); do echo $i; sleep 0.1; done]],
+        [[[ $CIRANDA_WORKER_ID = 0 ] && exec sleep 6; for i in $(seq 60); do echo $i; sleep 0.1; done]],
         {
-          stall = 1.5,
+          stall = 3,
           live = only_first,
           on_stall = function()
             stalls = stalls + 1
