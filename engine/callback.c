@@ -31,8 +31,8 @@ static int message_handler(lua_State *L) {
  * has registered (engine.on_fatal), else to standard error and the end of the process. Never
  * throws.
  */
-static void report(cir_runtime *rt, lua_State *L) {
-  int ref = cir_fatal_ref(rt);
+static void report(lua_State *L) {
+  int ref = cir_fatal_ref();
   if (ref != LUA_NOREF && ref != LUA_REFNIL) {
     lua_rawgeti(L, LUA_REGISTRYINDEX, ref);
     lua_insert(L, -2);
@@ -56,12 +56,12 @@ static int protected_call(cir_runtime *rt, lua_State *L, int nargs, int nresults
   int base = lua_gettop(L) - nargs;
   lua_pushcfunction(L, message_handler);
   lua_insert(L, base);
-  cir_turn_begin(rt);
+  cir_turn_begin();
   int status = lua_pcall(L, nargs, nresults, base);
   lua_remove(L, base);
   if (status != LUA_OK)
-    report(rt, L);
-  cir_turn_end(rt, L);
+    report(L);
+  cir_turn_end(rt);
   return status == LUA_OK ? lua_gettop(L) - base + 1 : -1;
 }
 
@@ -76,6 +76,38 @@ int cir_callback_ref(lua_State *L, int index) {
   luaL_checktype(L, index, LUA_TFUNCTION);
   lua_pushvalue(L, index);
   return luaL_ref(L, LUA_REGISTRYINDEX);
+}
+
+void cir_callback_replace(lua_State *L, int index, int *ref) {
+  int fresh = cir_callback_ref(L, index);
+  cir_callback_unref(cir_runtime_of(L), ref);
+  *ref = fresh;
+}
+
+/* (refs, callback, value): refs[0] and refs[1] keep the others. Runs protected. [-3, +0, m] */
+static int keep_both(lua_State *L) {
+  int *refs = lua_touserdata(L, 1);
+  refs[1] = luaL_ref(L, LUA_REGISTRYINDEX);
+  refs[0] = luaL_ref(L, LUA_REGISTRYINDEX);
+  return 0;
+}
+
+void cir_callback_ref_both(lua_State *L, int callback, int *callback_ref, int value,
+                           int *value_ref) {
+  int refs[2] = {LUA_NOREF, LUA_NOREF};
+  luaL_checktype(L, callback, LUA_TFUNCTION);
+  callback = lua_absindex(L, callback);
+  value = lua_absindex(L, value);
+  lua_pushcfunction(L, keep_both);
+  lua_pushlightuserdata(L, refs);
+  lua_pushvalue(L, callback);
+  lua_pushvalue(L, value);
+  if (lua_pcall(L, 3, 0, 0) != LUA_OK) {
+    luaL_unref(L, LUA_REGISTRYINDEX, refs[1]);
+    lua_error(L);
+  }
+  *callback_ref = refs[0];
+  *value_ref = refs[1];
 }
 
 void cir_callback_unref(cir_runtime *rt, int *ref) {

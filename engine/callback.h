@@ -24,6 +24,18 @@ void *cir_check_handle(lua_State *L, int index, const char *name);
 /* Keep the function at index; raises a Lua error when it is none. [-0, +0, v] */
 int cir_callback_ref(lua_State *L, int index);
 
+/* Keep the function at index in place of the one kept as *ref, which stays when this raises. [-0,
+ * +0, v] */
+void cir_callback_replace(lua_State *L, int index, int *ref);
+
+/*
+ * Keep the function at `callback` and the value at `value`, both or neither: what is kept when the
+ * second finds no memory would be kept for ever. For an operation this is the last that may raise.
+ * [-0, +0, v]
+ */
+void cir_callback_ref_both(lua_State *L, int callback, int *callback_ref, int value,
+                           int *value_ref);
+
 /* Let go of *ref (CIR_NO_CALLBACK is ignored) and set it to CIR_NO_CALLBACK. [-0, +0, -] */
 void cir_callback_unref(cir_runtime *rt, int *ref);
 

@@ -37,10 +37,11 @@ typedef struct work {
   struct work **handle;
   int on_done;
   _Atomic bool cancelled;
-  char *path;       /* NULL: make a key pair, or compress `text` */
-  const char *text; /* a string of Lua's that text_ref holds */
+  const char *path; /* NULL: make a key pair, or compress `text` */
+  const char *text;
+  int text_ref; /* keeps the string of Lua's that `path` or `text` points to */
+  int level;
   size_t text_size;
-  int text_ref, level;
   char *packed; /* NULL: without memory, or cancelled */
   size_t packed_size;
   int64_t offset, length;
@@ -134,12 +135,14 @@ static void on_work(uv_work_t *job) {
 
 /* On the main thread. */
 static void work_free(work *own) {
+  if (own->handle != NULL)
+    *own->handle = NULL;
+  cir_callback_unref(own->rt, &own->on_done);
   luaL_unref(cir_main_state(own->rt), LUA_REGISTRYINDEX, own->text_ref);
   free(own->packed);
   for (int i = 0; i < CIR_DIGESTS; i++)
     cir_digest_free(&own->running[i]);
   EVP_PKEY_free(own->key);
-  free(own->path);
   free(own);
 }
 
@@ -203,32 +206,45 @@ static void after_work(uv_work_t *job, int status) {
   work *own = CIR_CONTAINER_OF(job, work, job);
   lua_State *L = cir_main_state(own->rt);
   luaL_checkstack(L, 8, "crypto");
-  if (own->handle != NULL)
+  if (own->handle != NULL) /* nothing is left to cancel */
     *own->handle = NULL;
+  own->handle = NULL;
   push_outcome(L, own, status);
   cir_callback_finish(own->rt, &own->on_done, 2);
   work_free(own);
 }
 
-/* Push the handle of a work to come, so that nothing can fail once the work has begun. [-0, +1, m]
+/*
+ * A work with the handle that is pushed, whose callback is at `callback` and which keeps the value
+ * at `text` until it ends. Nothing of Lua's may fail from here on. [-0, +1, v]
  */
-static work **work_handle(lua_State *L) {
+static work *work_new(lua_State *L, int callback, int text) {
+  int on_done, text_ref;
   work **handle = lua_newuserdatauv(L, sizeof(work *), 0);
   *handle = NULL;
   luaL_setmetatable(L, CIR_WORK_HANDLE);
-  return handle;
+  cir_callback_ref_both(L, callback, &on_done, text, &text_ref);
+  work *own = calloc(1, sizeof *own);
+  if (own == NULL) {
+    cir_callback_unref(cir_runtime_of(L), &on_done);
+    luaL_unref(L, LUA_REGISTRYINDEX, text_ref);
+    luaL_error(L, "crypto: out of memory");
+    return NULL;
+  }
+  own->rt = cir_runtime_of(L);
+  own->on_done = on_done;
+  own->text_ref = text_ref;
+  own->handle = handle;
+  *handle = own;
+  return own;
 }
 
-/* Queue the work, whose callback is at index. [-0, +0, v] */
-static void work_queue(lua_State *L, work *own, work **handle, int index) {
-  own->on_done = cir_callback_ref(L, index);
-  if (uv_queue_work(cir_loop(own->rt), &own->job, on_work, after_work) < 0) {
-    cir_callback_unref(own->rt, &own->on_done);
-    work_free(own);
-    luaL_error(L, "crypto: the thread pool does not start");
-  }
-  *handle = own;
-  own->handle = handle;
+/* Queue the work. [-0, +0, v] */
+static int work_queue(lua_State *L, work *own) {
+  if (uv_queue_work(cir_loop(own->rt), &own->job, on_work, after_work) == 0)
+    return 1;
+  work_free(own);
+  return luaL_error(L, "crypto: the thread pool does not start");
 }
 
 /*
@@ -250,17 +266,11 @@ static int l_digest_file(lua_State *L) {
     lua_getfield(L, 2, cir_digest_names[i]);
     wanted[i] = lua_toboolean(L, -1);
   }
-  work **handle = work_handle(L);
-  work *own = calloc(1, sizeof *own);
-  if (own == NULL)
-    return luaL_error(L, "crypto.digest_file: out of memory");
-  own->rt = cir_runtime_of(L);
-  own->on_done = CIR_NO_CALLBACK;
-  own->text_ref = LUA_NOREF;
+  work *own = work_new(L, 3, 1);
   own->offset = offset;
   own->length = length;
-  own->path = strdup(path);
-  bool ready = own->path != NULL;
+  own->path = path;
+  bool ready = true;
   for (int i = 0; i < CIR_DIGESTS; i++) {
     own->wanted[i] = wanted[i];
     if (wanted[i])
@@ -272,26 +282,18 @@ static int l_digest_file(lua_State *L) {
         L, "crypto.digest_file: out of memory, or a digest that OpenSSL, as this machine "
            "configures it, does not give");
   }
-  work_queue(L, own, handle, 3);
-  return 1;
+  return work_queue(L, own);
 }
 
 /* crypto.rsa_generate(bits, callback) -> handle. The callback gets err, {private_key =, public_key
- * =} as PEM. */
+ * =} as PEM. [-2, +1, v] */
 static int l_rsa_generate(lua_State *L) {
   lua_Integer bits = luaL_checkinteger(L, 1);
   luaL_argcheck(L, bits >= 2048 && bits <= 8192, 1, "from 2048 to 8192 bits");
   luaL_checktype(L, 2, LUA_TFUNCTION);
-  work **handle = work_handle(L);
-  work *own = calloc(1, sizeof *own);
-  if (own == NULL)
-    return luaL_error(L, "crypto.rsa_generate: out of memory");
-  own->rt = cir_runtime_of(L);
-  own->on_done = CIR_NO_CALLBACK;
-  own->text_ref = LUA_NOREF;
+  work *own = work_new(L, 2, 1);
   own->bits = (unsigned)bits;
-  work_queue(L, own, handle, 2);
-  return 1;
+  return work_queue(L, own);
 }
 
 /* crypto.gzip(text, level, callback) -> handle. The callback gets err and the packed bytes. [-3,
@@ -302,22 +304,11 @@ static int l_gzip(lua_State *L) {
   lua_Integer level = luaL_checkinteger(L, 2);
   luaL_argcheck(L, level >= 1 && level <= 9, 2, "from 1 to 9");
   luaL_checktype(L, 3, LUA_TFUNCTION);
-  work **handle = work_handle(L);
-  lua_pushvalue(L, 1);
-  int text_ref = luaL_ref(L, LUA_REGISTRYINDEX);
-  work *own = calloc(1, sizeof *own);
-  if (own == NULL) {
-    luaL_unref(L, LUA_REGISTRYINDEX, text_ref);
-    return luaL_error(L, "crypto.gzip: out of memory");
-  }
-  own->rt = cir_runtime_of(L);
-  own->on_done = CIR_NO_CALLBACK;
+  work *own = work_new(L, 3, 1);
   own->text = text;
   own->text_size = size;
-  own->text_ref = text_ref;
   own->level = (int)level;
-  work_queue(L, own, handle, 3);
-  return 1;
+  return work_queue(L, own);
 }
 
 /* handle:cancel(): the callback gets an error with code "cancelled", after the thread has let go.

@@ -117,7 +117,8 @@ static void on_watch_signal(int number) {
   lua_State *L = atomic_load(&I.running);
   if (L == NULL)
     L = cir_main_state(I.rt);
-  lua_sethook(L, hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+  /* Not at the return of a function in C: what that has begun would have no handle. */
+  lua_sethook(L, hook, LUA_MASKCOUNT, 1);
 }
 
 static void on_signal(int number) {
@@ -199,13 +200,12 @@ static void on_async(uv_async_t *async) {
   }
 }
 
-void cir_turn_begin(cir_runtime *rt) {
-  (void)rt;
+void cir_turn_begin(void) {
   if (I.depth++ == 0)
     atomic_store(&I.turn_started, now_ms());
 }
 
-void cir_turn_end(cir_runtime *rt, lua_State *L) {
+void cir_turn_end(cir_runtime *rt) {
   if (--I.depth > 0)
     return;
   int64_t started = atomic_exchange(&I.turn_started, 0);
@@ -214,10 +214,9 @@ void cir_turn_end(cir_runtime *rt, lua_State *L) {
   I.traced = false;
   if (I.blocked_ref == LUA_NOREF)
     return;
-  lua_State *main = cir_main_state(rt);
-  (void)L;
-  lua_pushstring(main, I.trace_text);
-  lua_pushnumber(main, (lua_Number)(now_ms() - started) / 1000.0);
+  lua_State *L = cir_main_state(rt);
+  lua_pushstring(L, I.trace_text);
+  lua_pushnumber(L, (lua_Number)(now_ms() - started) / 1000.0);
   cir_callback_call(rt, I.blocked_ref, 2);
 }
 
@@ -267,8 +266,7 @@ void cir_interrupt_stop(cir_runtime *rt) {
   cir_callback_unref(rt, &I.fatal_ref);
 }
 
-int cir_fatal_ref(cir_runtime *rt) {
-  (void)rt;
+int cir_fatal_ref(void) {
   return I.fatal_ref;
 }
 
@@ -320,10 +318,12 @@ static int l_release_signal(lua_State *L) {
   return 0;
 }
 
+/* Keep the function at 1, or none, in place of the one that *ref keeps. [-1, +0, v] */
 static int set_ref(lua_State *L, int *ref) {
-  cir_callback_unref(cir_runtime_of(L), ref);
-  if (!lua_isnoneornil(L, 1))
-    *ref = cir_callback_ref(L, 1);
+  if (lua_isnoneornil(L, 1))
+    cir_callback_unref(cir_runtime_of(L), ref);
+  else
+    cir_callback_replace(L, 1, ref);
   return 0;
 }
 

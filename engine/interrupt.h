@@ -12,8 +12,8 @@
 #include "runtime.h"
 
 /* A turn is a call from C into Lua. Calls nest; only the outermost is timed. */
-void cir_turn_begin(cir_runtime *rt);
-void cir_turn_end(cir_runtime *rt, lua_State *L);
+void cir_turn_begin(void);
+void cir_turn_end(cir_runtime *rt);
 
 /* Start the watchdog and take the async handle of the loop. Called once. Returns 0 or a libuv
  * error. */
@@ -26,6 +26,6 @@ void cir_interrupt_stop(cir_runtime *rt);
 void cir_interrupt_register(lua_State *L);
 
 /* Registry reference of the function that takes uncaught errors of callbacks, or LUA_NOREF. */
-int cir_fatal_ref(cir_runtime *rt);
+int cir_fatal_ref(void);
 
 #endif

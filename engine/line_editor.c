@@ -11,6 +11,7 @@
 #include "options.h"
 
 #include <editline/readline.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,7 +88,7 @@ static char **complete(const char *text, int start, int end) {
       words[i + 1] = strdup(word != NULL ? word : "");
       lua_pop(L, 1);
       if (words[i + 1] == NULL)
-        abort();
+        cir_give_up("not enough memory");
       size_t length = strlen(words[i + 1]);
       if (i == 0 || length < common)
         common = length;
@@ -152,9 +153,10 @@ static int l_start(lua_State *L) {
     rl_completer_word_break_characters = (char *)" \t\n\"'`@$><=;|&{}()[]+-*/%^#~,";
     rl_completion_append_character = '\0';
   }
-  E.line_ref = cir_callback_ref(L, 2);
   if (completes)
-    E.complete_ref = cir_callback_ref(L, -1);
+    cir_callback_ref_both(L, 2, &E.line_ref, -1, &E.complete_ref);
+  else
+    E.line_ref = cir_callback_ref(L, 2);
   if (history != NULL && (E.history_path = strdup(history)) != NULL)
     read_history(E.history_path);
   E.open = true;
@@ -168,8 +170,11 @@ static int l_prompt(lua_State *L) {
     return luaL_error(L, "the line editor is not started");
   if (E.editing)
     stop_editing();
+  char *prompt = strdup(text);
+  if (prompt == NULL)
+    return luaL_error(L, "out of memory");
   free(E.prompt);
-  E.prompt = strdup(text);
+  E.prompt = prompt;
   E.editing = true;
   rl_callback_handler_install(E.prompt, on_line);
   uv_poll_start(&E.poll, UV_READABLE, on_input);
@@ -210,8 +215,16 @@ static int l_remember(lua_State *L) {
   if (text[0] == '\0')
     return 0;
   add_history(text);
-  if (E.history_path != NULL && write_history(E.history_path) == 0)
-    chmod(E.history_path, S_IRUSR | S_IWUSR);
+  if (E.history_path == NULL)
+    return 0;
+  /* libedit would make it for everyone to read. */
+  int file = open(E.history_path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOCTTY | O_NONBLOCK,
+                  S_IRUSR | S_IWUSR);
+  if (file < 0)
+    return 0;
+  fchmod(file, S_IRUSR | S_IWUSR); /* one that is older than this rule */
+  close(file);
+  write_history(E.history_path);
   return 0;
 }
 

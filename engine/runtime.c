@@ -69,6 +69,20 @@ uv_loop_t *cir_loop(cir_runtime *rt) {
   return &rt->loop;
 }
 
+_Noreturn void cir_give_up(const char *why) {
+  fprintf(stderr, "ciranda: %s\n", why != NULL ? why : "an error that is no text");
+  fflush(NULL);
+  _exit(1);
+}
+
+/* Memory for what may not be refused: the caller frees it. */
+static void *need(size_t size) {
+  void *memory = malloc(size);
+  if (memory == NULL)
+    cir_give_up("not enough memory");
+  return memory;
+}
+
 static void on_idle(uv_idle_t *idle) {
   cir_runtime *rt = CIR_CONTAINER_OF(idle, cir_runtime, idle);
   deferred *list = rt->first;
@@ -85,9 +99,7 @@ static void on_idle(uv_idle_t *idle) {
 }
 
 void cir_defer(cir_runtime *rt, void (*fn)(void *), void *arg) {
-  deferred *item = malloc(sizeof *item);
-  if (item == NULL)
-    abort();
+  deferred *item = need(sizeof *item);
   *item = (deferred){.next = NULL, .fn = fn, .arg = arg};
   *rt->last = item;
   rt->last = &item->next;
@@ -95,9 +107,7 @@ void cir_defer(cir_runtime *rt, void (*fn)(void *), void *arg) {
 }
 
 void cir_on_shutdown(cir_runtime *rt, void (*fn)(void *), void *arg) {
-  hook *item = malloc(sizeof *item);
-  if (item == NULL)
-    abort();
+  hook *item = need(sizeof *item);
   *item = (hook){.next = rt->hooks, .fn = fn, .arg = arg};
   rt->hooks = item;
 }
@@ -289,6 +299,26 @@ static int l_walk(lua_State *L) {
   return 0;
 }
 
+/*
+ * uv.run(mode), which is upvalue 1. Callbacks in Lua are protected (callback.h). What else raises
+ * in the loop is C that has no memory for a value of Lua's, and the error would leave libuv, and
+ * whichever library has called, in the middle of their work. It is raised on the main state, on
+ * which callbacks run, whoever runs the loop. [-n, +n, e]
+ */
+static int l_run(lua_State *L) {
+  static const char *const modes[] = {"default", "once", "nowait", NULL};
+  const char *mode = modes[luaL_checkoption(L, 1, modes[0], modes)];
+  lua_State *main = cir_main_state(cir_runtime_of(L));
+  luaL_checkstack(main, 4, "uv.run");
+  lua_pushcfunction(main, lua_tocfunction(L, lua_upvalueindex(1)));
+  lua_pushstring(main, mode);
+  if (lua_pcall(main, 1, 1, 0) != LUA_OK)
+    cir_give_up(lua_tostring(main, -1));
+  lua_pushboolean(L, lua_toboolean(main, -1));
+  lua_pop(main, 1);
+  return 1;
+}
+
 /* signal:start and start_oneshot, which is upvalue 1, refused for SIGINT: luv would leave the
  * process without a handler when it stops. [-n, +n, e] */
 static int l_signal_start(lua_State *L) {
@@ -327,6 +357,9 @@ static int open_luv(lua_State *L) {
   int module = lua_gettop(L);
   lua_pushcfunction(L, l_walk);
   lua_setfield(L, -2, "walk");
+  lua_getfield(L, -1, "run");
+  lua_pushcclosure(L, l_run, 1);
+  lua_setfield(L, -2, "run");
   if (luaL_getmetatable(L, "uv_signal") == LUA_TTABLE &&
       lua_getfield(L, -1, "__index") == LUA_TTABLE) {
     mend_signal(L, module, "signal_start", "start");
@@ -379,11 +412,9 @@ static int boot(lua_State *L) {
 }
 
 /* An error that nobody caught: lua_pcall is around everything, so Lua's memory has run out in a
- * place where it cannot be told. The process ends. */
-static int panic(lua_State *L) {
-  const char *text = lua_tostring(L, -1);
-  fprintf(stderr, "ciranda: %s\n", text != NULL ? text : "an error that is no string");
-  return 0;
+ * place where it cannot be told. */
+static int on_panic(lua_State *L) {
+  cir_give_up(lua_tostring(L, -1));
 }
 
 /* What warn() says, in pieces, as the lua program has it: "@on" and "@off" alone are orders, and it
@@ -409,7 +440,6 @@ static int boot_handler(lua_State *L) {
 }
 
 static void close_luv_handle(uv_handle_t *handle, void *arg) {
-  (void)arg;
   if (handle->data != NULL && !uv_is_closing(handle)) {
     lua_State *L = arg;
     const luv_handle_t *data = handle->data;
@@ -512,7 +542,7 @@ int cir_main(int argc, char **argv, const char *lua_dir) {
     fputs("ciranda: cannot start: out of memory or threads\n", stderr);
     return 1;
   }
-  lua_atpanic(rt->L, panic);
+  lua_atpanic(rt->L, on_panic);
   lua_setwarnf(rt->L, on_warning, rt);
   *(cir_runtime **)lua_getextraspace(rt->L) = rt;
   luv_set_loop(rt->L, &rt->loop);

@@ -24,6 +24,10 @@ lua_State *cir_main_state(cir_runtime *rt);
 
 uv_loop_t *cir_loop(cir_runtime *rt);
 
+/* Say why and end the process: where there is no memory to go on with, and where an error would
+ * leave a library in pieces. */
+_Noreturn void cir_give_up(const char *why);
+
 /*
  * Run fn(arg) on a later turn of the loop, never before the caller has returned to it. It is how an
  * operation that fails at once still reports through its callback. Deferred functions run in the

@@ -135,9 +135,10 @@ cir_ssh_transport *cir_ssh_socket_adopt(cir_runtime *rt, int descriptor, int *er
 /*
  * Bytes go out by calling the function kept as write_ref with a string, and the next only after
  * cir_ssh_stream_written; bytes come in by cir_ssh_stream_feed. The function kept as drained_ref,
- * unless that is CIR_NO_CALLBACK, is called when a full input has been used up. Takes both.
+ * unless that is CIR_NO_CALLBACK, is called when a full input has been used up. Takes both. Returns
+ * NULL with a negative errno in *error.
  */
-cir_ssh_transport *cir_ssh_stream_new(cir_runtime *rt, int write_ref, int drained_ref);
+cir_ssh_transport *cir_ssh_stream_new(cir_runtime *rt, int write_ref, int drained_ref, int *error);
 bool cir_ssh_is_stream(const cir_ssh_transport *transport);
 void cir_ssh_stream_written(cir_ssh_transport *transport);
 
@@ -184,9 +185,9 @@ struct cir_ssh_operation {
 };
 
 /*
- * Queue the operation on the session at `index`, with the callback at `callback`, which the caller
- * has checked to be a function; its handle is left on the stack. The operation belongs to the
- * session from here on. On a dead session it fails on a later turn. [-0, +1, m]
+ * Queue the operation on the session at `index`, with the callback at `callback`, both of which the
+ * caller has checked; its handle is left on the stack. The operation is the session's from here on,
+ * or is released when this raises. On a dead session it fails on a later turn. [-0, +1, m]
  */
 void cir_ssh_submit(lua_State *L, int index, cir_ssh_operation *operation, int callback);
 

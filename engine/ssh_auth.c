@@ -14,8 +14,8 @@ typedef struct auth {
   char *user;
   uint8_t *blob; /* the public key */
   size_t blob_size;
-  const cir_ssh_key *key; /* kept by key_ref; NULL for a signer in Lua */
-  int key_ref, sign_ref;
+  const cir_ssh_key *key; /* NULL for a signer in Lua */
+  int signs_ref;          /* keeps the key or the signer */
   enum { NOT_ASKED, WANTED, ASKED, ANSWERED } state;
   uint8_t *data; /* what is to be signed */
   size_t data_size;
@@ -129,7 +129,7 @@ static void ask_signer(auth *self) {
   lua_pushlstring(L, (const char *)self->data, self->data_size);
   lua_rawgeti(L, LUA_REGISTRYINDEX, self->base.anchor);
   lua_pushcclosure(L, l_reply, 1);
-  cir_callback_call(rt, self->sign_ref, 3);
+  cir_callback_call(rt, self->signs_ref, 3);
 }
 
 static cir_ssh_progress step_auth(cir_ssh_operation *operation) {
@@ -182,8 +182,7 @@ static int push_nothing(cir_ssh_operation *operation, lua_State *L) {
 static void release_auth(cir_ssh_operation *operation) {
   auth *self = CIR_CONTAINER_OF(operation, auth, base);
   lua_State *L = cir_main_state(operation->session->rt);
-  luaL_unref(L, LUA_REGISTRYINDEX, self->key_ref);
-  luaL_unref(L, LUA_REGISTRYINDEX, self->sign_ref);
+  luaL_unref(L, LUA_REGISTRYINDEX, self->signs_ref);
   free(self->user);
   free(self->blob);
   free(self->data);
@@ -226,6 +225,9 @@ int cir_ssh_l_authenticate(lua_State *L) {
   const char *blob = public ? lua_tolstring(L, -2, &size) : (const char *)key->blob;
   if (!public)
     size = key->blob_size;
+  if (!signer)
+    lua_getfield(L, 2, "key");
+  int signs_ref = luaL_ref(L, LUA_REGISTRYINDEX);
   auth *self = calloc(1, sizeof *self);
   if (self != NULL) {
     self->user = strdup(user);
@@ -237,20 +239,15 @@ int cir_ssh_l_authenticate(lua_State *L) {
       free(self->blob);
     }
     free(self);
+    luaL_unref(L, LUA_REGISTRYINDEX, signs_ref);
     return luaL_error(L, "out of memory");
   }
   memcpy(self->blob, blob, size);
   self->blob_size = size;
   self->base.kind = &AUTH;
   self->base.timeout = (uint64_t)timeout;
-  self->key_ref = self->sign_ref = LUA_NOREF;
-  if (signer) {
-    self->sign_ref = luaL_ref(L, LUA_REGISTRYINDEX);
-  } else {
-    self->key = key;
-    lua_getfield(L, 2, "key");
-    self->key_ref = luaL_ref(L, LUA_REGISTRYINDEX);
-  }
+  self->key = key;
+  self->signs_ref = signs_ref;
   cir_ssh_submit(L, 1, &self->base, 3);
   return 1;
 }
@@ -271,7 +268,10 @@ static cir_ssh_progress step_list(cir_ssh_operation *operation) {
       libssh2_userauth_list(session->raw, self->user, (unsigned int)strlen(self->user));
   if (methods != NULL) {
     self->methods = strdup(methods);
-    return CIR_SSH_DONE;
+    if (self->methods != NULL)
+      return CIR_SSH_DONE;
+    cir_ssh_fault_set(&operation->fault, "failed", "auth", "out of memory");
+    return CIR_SSH_FAILED; /* without methods it would say that the user is let in */
   }
   int error = libssh2_session_last_errno(session->raw);
   if (error == LIBSSH2_ERROR_EAGAIN)

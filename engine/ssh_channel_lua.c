@@ -25,8 +25,7 @@ static bool set_callback(lua_State *L, cir_ssh_channel *channel, int *callback) 
   if (channel->state == CIR_SSH_CLOSED)
     return false;
   keep(L, channel);
-  cir_callback_unref(channel->session->rt, callback);
-  *callback = cir_callback_ref(L, 2);
+  cir_callback_replace(L, 2, callback);
   cir_ssh_schedule(channel->session);
   return true;
 }
@@ -98,13 +97,17 @@ static int l_write(lua_State *L) {
     lua_pushboolean(L, false);
     return 1;
   }
+  int on_done, string_ref;
   keep(L, channel);
+  cir_callback_ref_both(L, 3, &on_done, 2, &string_ref);
   cir_ssh_outgoing *write = calloc(1, sizeof *write);
-  if (write == NULL)
+  if (write == NULL) {
+    cir_callback_unref(channel->session->rt, &on_done);
+    luaL_unref(L, LUA_REGISTRYINDEX, string_ref);
     return luaL_error(L, "out of memory");
-  write->on_done = cir_callback_ref(L, 3);
-  lua_pushvalue(L, 2);
-  write->string_ref = luaL_ref(L, LUA_REGISTRYINDEX);
+  }
+  write->on_done = on_done;
+  write->string_ref = string_ref;
   write->data = data;
   write->size = size;
   cir_ssh_outgoing **link = &channel->writes;

@@ -118,11 +118,11 @@ static void on_pool_done(uv_work_t *work, int status) {
   cir_callback_finish(rt, &callback, count);
 }
 
-/* A malloc'd copy of the string at index, or NULL with *size 0 when it is nil. [-0, +0, m] */
+/* A malloc'd copy of the string at index, or NULL when it is nil. [-0, +0, -] */
 static char *copy(lua_State *L, int index, size_t *size) {
-  if (lua_isnoneornil(L, index))
+  const char *text = lua_tolstring(L, index, size);
+  if (text == NULL)
     return NULL;
-  const char *text = luaL_checklstring(L, index, size);
   char *to = malloc(*size + 1);
   if (to != NULL)
     memcpy(to, text, *size + 1);
@@ -135,29 +135,33 @@ static int start_load(lua_State *L, bool from_file) {
   if (!lua_isnil(L, 2))
     luaL_checkstring(L, 2);
   luaL_checktype(L, 3, LUA_TFUNCTION);
+  lua_settop(L, 3);
   key_load **handle = lua_newuserdatauv(L, sizeof *handle, 0);
   *handle = NULL;
   luaL_setmetatable(L, KEY_LOAD);
+  int on_done, anchor;
+  cir_callback_ref_both(L, 3, &on_done, 4, &anchor);
   key_load *load = calloc(1, sizeof *load);
-  if (load == NULL)
-    return luaL_error(L, "out of memory");
   size_t path_size;
-  if (from_file)
+  if (load != NULL && from_file)
     load->path = copy(L, 1, &path_size);
-  else
+  else if (load != NULL)
     load->text = copy(L, 1, &load->text_size);
-  load->passphrase = copy(L, 2, &load->passphrase_size);
-  if ((load->path == NULL && load->text == NULL) ||
+  if (load != NULL)
+    load->passphrase = copy(L, 2, &load->passphrase_size);
+  if (load == NULL || (load->path == NULL && load->text == NULL) ||
       (load->passphrase == NULL && !lua_isnil(L, 2))) {
-    free_load(load);
+    if (load != NULL)
+      free_load(load);
+    cir_callback_unref(cir_runtime_of(L), &on_done);
+    luaL_unref(L, LUA_REGISTRYINDEX, anchor);
     return luaL_error(L, "out of memory");
   }
   load->rt = cir_runtime_of(L);
-  load->on_done = cir_callback_ref(L, 3);
+  load->on_done = on_done;
+  load->anchor = anchor;
   load->handle = handle;
   *handle = load;
-  lua_pushvalue(L, -1);
-  load->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
   uv_queue_work(cir_loop(load->rt), &load->work, on_pool, on_pool_done);
   return 1;
 }

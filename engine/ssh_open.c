@@ -72,10 +72,14 @@ static cir_ssh_transport *open_transport(lua_State *L, cir_runtime *rt, int *err
     luaL_error(L, "ssh.open: exactly one of 'address', 'descriptor' and 'write' is needed");
   cir_ssh_transport *transport;
   if (stream) {
-    int drained = CIR_NO_CALLBACK;
-    if (lua_getfield(L, 1, "drained") != LUA_TNIL)
-      drained = cir_callback_ref(L, -1);
-    transport = cir_ssh_stream_new(rt, cir_callback_ref(L, -2), drained);
+    int write_ref = CIR_NO_CALLBACK, drained_ref = CIR_NO_CALLBACK;
+    if (lua_getfield(L, 1, "drained") == LUA_TNIL) {
+      write_ref = cir_callback_ref(L, -2);
+    } else {
+      luaL_checktype(L, -1, LUA_TFUNCTION);
+      cir_callback_ref_both(L, -2, &write_ref, -1, &drained_ref);
+    }
+    transport = cir_ssh_stream_new(rt, write_ref, drained_ref, error);
   } else if (address != NULL) {
     transport = cir_ssh_socket_connect(rt, address, port, bind_address, error);
   } else {
@@ -128,7 +132,6 @@ static cir_ssh_session *new_session(lua_State *L) {
   }
   cir_ssh_session_begin(session, cir_runtime_of(L));
   *handle = session;
-
   return session;
 }
 

@@ -121,18 +121,36 @@ static int l_cancel(lua_State *L) {
   return 0;
 }
 
-void cir_ssh_submit(lua_State *L, int index, cir_ssh_operation *operation, int callback) {
-  cir_ssh_session *session = cir_ssh_check_session(L, index);
-  operation->session = session;
-  operation->on_done = cir_callback_ref(L, callback);
+/*
+ * (operation, session, callback) -> handle: what of a submission may raise. Without finalisers:
+ * they would cost a command on a held session more than all else of it in Lua. [-3, +1, v]
+ */
+static int make_handle(lua_State *L) {
+  cir_ssh_operation *operation = lua_touserdata(L, 1);
   cir_ssh_operation **handle = lua_newuserdatauv(L, sizeof *handle, 1);
+  *handle = NULL;
+  luaL_setmetatable(L, CIR_SSH_OPERATION);
+  lua_pushvalue(L, 2);
+  lua_setiuservalue(L, -2, 1);
+  cir_callback_ref_both(L, 3, &operation->on_done, 4, &operation->anchor);
   *handle = operation;
   operation->handle = handle;
-  luaL_setmetatable(L, CIR_SSH_OPERATION);
+  return 1;
+}
+
+void cir_ssh_submit(lua_State *L, int index, cir_ssh_operation *operation, int callback) {
+  cir_ssh_session *session = *(cir_ssh_session **)lua_touserdata(L, index);
+  operation->session = session;
+  operation->on_done = CIR_NO_CALLBACK;
+  operation->anchor = LUA_NOREF;
+  lua_pushcfunction(L, make_handle);
+  lua_pushlightuserdata(L, operation);
   lua_pushvalue(L, index);
-  lua_setiuservalue(L, -2, 1);
-  lua_pushvalue(L, -1);
-  operation->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
+  lua_pushvalue(L, callback);
+  if (lua_pcall(L, 3, 1, 0) != LUA_OK) {
+    dispose(operation);
+    lua_error(L);
+  }
 
   cir_ssh_operation **link = &session->operations;
   while (*link != NULL)

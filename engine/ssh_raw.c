@@ -4,6 +4,7 @@
 #include "ssh.h"
 
 #include <errno.h>
+#include <openssl/crypto.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -259,6 +260,7 @@ void cir_ssh_raw_free(cir_ssh_session *session) {
   while (session->blocks != NULL) {
     cir_ssh_block *block = session->blocks;
     session->blocks = block->next;
+    OPENSSL_cleanse(block->bytes, block->size); /* of a key exchange that did not end, perhaps */
     free(block);
   }
 }

@@ -89,10 +89,8 @@ static int l_keepalive(lua_State *L) {
 static int l_on_close(lua_State *L) {
   cir_ssh_session *session = cir_ssh_check_session(L, 1);
   luaL_checktype(L, 2, LUA_TFUNCTION);
-  if (!session->buried) {
-    cir_callback_unref(session->rt, &session->on_close);
-    session->on_close = cir_callback_ref(L, 2);
-  }
+  if (!session->buried)
+    cir_callback_replace(L, 2, &session->on_close);
   lua_pushboolean(L, !session->buried);
   return 1;
 }

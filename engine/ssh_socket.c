@@ -200,11 +200,8 @@ cir_ssh_transport *cir_ssh_socket_connect(cir_runtime *rt, const char *address, 
       return NULL;
     }
   }
-  int status;
-  do
-    status = connect(fd, (struct sockaddr *)&to, to_size);
-  while (status < 0 && errno == EINTR);
-  if (status < 0 && errno != EINPROGRESS) {
+  int status = connect(fd, (struct sockaddr *)&to, to_size);
+  if (status < 0 && errno != EINPROGRESS && errno != EINTR) { /* which goes on like the other */
     *error = -errno;
     close(fd);
     return NULL;

@@ -217,6 +217,9 @@ static const char *copy_environment(lua_State *L, int index, start *self) {
     if (lua_rawgeti(L, index, i) != LUA_TTABLE || lua_rawgeti(L, -1, 1) != LUA_TSTRING ||
         lua_rawgeti(L, -2, 2) != LUA_TSTRING)
       return "option 'env' must be an array of {name, value}";
+    if (strlen(lua_tostring(L, -2)) != lua_rawlen(L, -2) ||
+        strlen(lua_tostring(L, -1)) != lua_rawlen(L, -1))
+      return "option 'env' holds a zero byte";
     variable *to = &self->variables[self->variable_count++];
     to->name = strdup(lua_tostring(L, -2));
     to->value = strdup(lua_tostring(L, -1));

@@ -101,10 +101,14 @@ bool cir_ssh_is_stream(const cir_ssh_transport *transport) {
   return transport != NULL && transport->kind == &STREAM;
 }
 
-cir_ssh_transport *cir_ssh_stream_new(cir_runtime *rt, int write_ref, int drained_ref) {
+cir_ssh_transport *cir_ssh_stream_new(cir_runtime *rt, int write_ref, int drained_ref, int *error) {
   stream_transport *self = calloc(1, sizeof *self);
-  if (self == NULL)
-    abort();
+  if (self == NULL) {
+    cir_callback_unref(rt, &write_ref);
+    cir_callback_unref(rt, &drained_ref);
+    *error = -ENOMEM;
+    return NULL;
+  }
   self->base.kind = &STREAM;
   self->rt = rt;
   self->write_ref = write_ref;

@@ -84,6 +84,16 @@ describe("SIGINT", function()
     assert.matches("false\tinterrupted", result.stdout, 1, true)
   end)
 
+  it("does not come at the end of a C function, whose results would be lost", function()
+    local result =
+      interrupt([[local uv, lost = require("luv"), false ]] .. READY .. [[local ok, err = pcall(function()
+          xpcall(uv.sleep, function() lost = true end, 1000)
+          while true do end
+        end)
+        print(ok, err.code, lost)]], { "SIGINT" })
+    assert.matches("false\tinterrupted\tfalse", result.stdout, 1, true)
+  end)
+
   it("leaves by itself when a C function does not return and a second one comes", function()
     local chunk = READY .. "string.rep('a', 1 << 16):find(string.rep('a*', 60) .. 'b')"
     local result = interrupt(chunk, { "SIGINT", "SIGINT" }, 0.3)

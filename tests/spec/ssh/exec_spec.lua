@@ -175,6 +175,8 @@ describe("a command", function()
     assert.are.equal(value, result.stdout)
     assert.are.equal(9, result.code)
     fails("misuse", nil, connection.exec, connection, "true", { env = { ["bad name"] = "x" } })
+    local cut = { command = "true", env = { { "LANG", "C\0D" } } } -- what the protocol itself carries
+    assert.matches("zero byte", select(2, pcall(connection.session.exec, connection.session, cut, print)))
   end)
 
   it("has a terminal when asked", function()
