@@ -1,6 +1,6 @@
 /*
- * http_client.c - ciranda.core.http: libcurl's multi interface on the loop. See http_client.h for
- * the rules.
+ * http_client.c - ciranda.core.http: requests as Lua sees them, from the call to the last callback.
+ * See http_client.h for the rules.
  *
  *   handle = http.request(options, function(err, response) end)
  *   handle:cancel()  handle:pause()  handle:resume()
@@ -11,42 +11,14 @@
 #include "http_client.h"
 #include "modules.h"
 
-#include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-enum { CIR_HTTP_DEAD_MS = 30000 /* bytes unacknowledged for so long: the peer is gone */ };
-
-/*
- * One multi handle on the loop. Requests share one; a bare connection has its own: curl closes idle
- * connections of a multi handle when it looks for one to use again, and takes those that the
- * program holds for idle.
- */
-struct cir_http_driver {
-  cir_http *http;
-  CURLM *multi;
-  uv_timer_t timer;
-  bool closing;
-};
-
 struct cir_http {
   cir_runtime *rt;
-  cir_http_driver driver;
+  cir_http_driver *driver;               /* NULL once the program ends */
   cir_http_request *requests;            /* all that are under way */
   cir_http_socket *sockets;              /* all that are open */
   cir_http_request *ready, **last_ready; /* those with something to deliver */
   bool deferred;                         /* a delivery is queued with cir_defer */
 };
-
-/* What the loop watches for one of curl's sockets. Freed when the loop has closed the poll handle.
- */
-typedef struct watched_socket {
-  uv_poll_t poll;
-  cir_http_driver *driver;
-  curl_socket_t socket;
-} watched_socket;
 
 static const char KEY = 0; /* registry: the cir_http */
 
@@ -85,22 +57,7 @@ static void leave_multi(cir_http_request *request) {
     curl_easy_pause(request->easy, CURLPAUSE_CONT);
   }
   request->in_multi = false;
-  curl_multi_remove_handle(request->driver->multi, request->easy);
-}
-
-/* Frees the driver of a bare connection once its timer is closed. */
-static void on_driver_closed(uv_handle_t *timer) {
-  free(CIR_CONTAINER_OF(timer, cir_http_driver, timer));
-}
-
-void cir_http_driver_free(cir_http_driver *driver, CURL *easy) {
-  driver->closing = true;
-  if (easy != NULL) {
-    curl_multi_remove_handle(driver->multi, easy);
-    curl_easy_cleanup(easy);
-  }
-  curl_multi_cleanup(driver->multi);
-  uv_close((uv_handle_t *)&driver->timer, on_driver_closed);
+  cir_http_driver_remove(request->driver, request->easy);
 }
 
 /*
@@ -109,8 +66,7 @@ void cir_http_driver_free(cir_http_driver *driver, CURL *easy) {
  */
 static void push_connection(lua_State *L, cir_http_request *request) {
   if (!request->cancelled && request->fault == NULL && request->result == CURLE_OK) {
-    request->driver->closing = true; /* curl has nothing to do of itself any more */
-    uv_timer_stop(&request->driver->timer);
+    cir_http_driver_quiet(request->driver);
     if (cir_http_socket_push(L, request))
       return;
     cir_http_fault(request, "failed", "the connection cannot be watched");
@@ -118,7 +74,8 @@ static void push_connection(lua_State *L, cir_http_request *request) {
   leave_multi(request);
   cir_http_push_error(L, request);
   lua_pushnil(L);
-  cir_http_driver_free(request->driver, NULL);
+  if (request->driver != NULL) /* else it never began */
+    cir_http_driver_free(request->driver, NULL);
   request->driver = NULL;
 }
 
@@ -185,7 +142,7 @@ static void deliver(cir_http_request *request) {
     complete(request);
 }
 
-static void deliver_ready(cir_http *http) {
+void cir_http_deliver(cir_http *http) {
   while (http->ready != NULL) {
     cir_http_request *request = http->ready;
     http->ready = request->next_ready;
@@ -193,6 +150,7 @@ static void deliver_ready(cir_http *http) {
       http->last_ready = &http->ready;
     request->ready = false;
     deliver(request);
+    /* NOLINTNEXTLINE(clang-analyzer-unix.Malloc): the queue has a hold of its own */
     cir_http_release(request);
   }
 }
@@ -200,7 +158,7 @@ static void deliver_ready(cir_http *http) {
 static void on_deferred(void *arg) {
   cir_http *http = arg;
   http->deferred = false;
-  deliver_ready(http);
+  cir_http_deliver(http);
 }
 
 /* Have the request's news delivered on a later turn: for calls that come from Lua. */
@@ -212,157 +170,12 @@ static void deliver_later(cir_http_request *request) {
   }
 }
 
-/* Ask curl which transfers have ended, and deliver what all have received. */
-static void collect(cir_http_driver *driver) {
-  cir_http *http = driver->http;
-  CURLMsg *message;
-  int left;
-  while ((message = curl_multi_info_read(driver->multi, &left)) != NULL) {
-    if (message->msg != CURLMSG_DONE)
-      continue;
-    CURLcode result = message->data.result;
-    char *owner = NULL;
-    curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, &owner);
-    cir_http_request *request = (cir_http_request *)(void *)owner;
-    request->result = result;
-    request->finished = true;
-    if (!request->bare) /* which would close the connection */
-      leave_multi(request);
-    cir_http_mark_ready(request);
-  }
-  deliver_ready(http);
-}
-
-/* --- curl on the loop ------------------------------------------------------------------------ */
-
-static void rearm(cir_http_driver *driver, long timeout_ms);
-
-static void on_timer(uv_timer_t *timer) {
-  cir_http_driver *driver = CIR_CONTAINER_OF(timer, cir_http_driver, timer);
-  int running;
-  curl_multi_socket_action(driver->multi, CURL_SOCKET_TIMEOUT, 0, &running);
-  /* A timer that fires a moment early finds nothing due, and curl does not ask again for the time
-   * it asked before. */
-  long timeout_ms = -1;
-  if (!uv_is_active((uv_handle_t *)timer) &&
-      curl_multi_timeout(driver->multi, &timeout_ms) == CURLM_OK)
-    rearm(driver, timeout_ms);
-  collect(driver);
-}
-
-static void rearm(cir_http_driver *driver, long timeout_ms) {
-  if (driver->closing || timeout_ms < 0) {
-    uv_timer_stop(&driver->timer);
-    return;
-  }
-  uv_update_time(cir_loop(driver->http->rt));
-  uv_timer_start(&driver->timer, on_timer, timeout_ms > 0 ? (uint64_t)timeout_ms + 1 : 0, 0);
-}
-
-/* CURLMOPT_TIMERFUNCTION. */
-static int on_curl_timer(CURLM *multi, long timeout_ms, void *user) {
-  (void)multi;
-  rearm(user, timeout_ms);
-  return 0;
-}
-
-static void on_poll(uv_poll_t *poll, int status, int events) {
-  watched_socket *watched = CIR_CONTAINER_OF(poll, watched_socket, poll);
-  cir_http_driver *driver = watched->driver;
-  int flags = 0, running;
-  if (status < 0)
-    flags = CURL_CSELECT_ERR;
-  if (events & UV_READABLE)
-    flags |= CURL_CSELECT_IN;
-  if (events & UV_WRITABLE)
-    flags |= CURL_CSELECT_OUT;
-  curl_multi_socket_action(driver->multi, watched->socket, flags, &running);
-  collect(driver);
-}
-
-static void on_socket_closed(uv_handle_t *handle) {
-  free(CIR_CONTAINER_OF(handle, watched_socket, poll));
-}
-
-/* Marks an open descriptor close-on-exec. Returns whether it was not. */
-static bool close_on_exec(int fd) {
-  int flags = fcntl(fd, F_GETFD);
-  if (flags < 0 || (flags & FD_CLOEXEC) != 0)
-    return false;
-  fcntl(fd, F_SETFD, flags | FD_CLOEXEC);
-  return true;
-}
-
-/*
- * Marks a socket that curl made for itself, and its other end, close-on-exec. curl 7.88 makes them
- * as plain socketpairs (one for waking up the multi handle, one for each name resolution), and
- * processes that are started meanwhile would inherit them. The ends of a pair get the lowest free
- * numbers, so the other end is near by.
- */
-static void close_pair_on_exec(int fd) {
-  if (!close_on_exec(fd))
-    return;
-  for (int other = fd + 1; other < fd + 64; other++) {
-    int domain = 0;
-    socklen_t size = sizeof domain;
-    if (getsockopt(other, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX &&
-        close_on_exec(other))
-      return;
-  }
-}
-
-/* CURLMOPT_SOCKETFUNCTION. The poll handle stops before curl closes the descriptor. */
-static int on_curl_socket(CURL *easy, curl_socket_t socket, int what, void *user, void *assigned) {
-  (void)easy;
-  cir_http_driver *driver = user;
-  watched_socket *watched = assigned;
-  if (what == CURL_POLL_REMOVE) {
-    if (watched != NULL) {
-      uv_poll_stop(&watched->poll);
-      uv_close((uv_handle_t *)&watched->poll, on_socket_closed);
-      curl_multi_assign(driver->multi, socket, NULL);
-    }
-    return 0;
-  }
-  if (watched == NULL) {
-    close_pair_on_exec(socket);
-    watched = malloc(sizeof *watched);
-    if (watched == NULL)
-      return -1;
-    watched->driver = driver;
-    watched->socket = socket;
-    if (uv_poll_init_socket(cir_loop(driver->http->rt), &watched->poll, socket) < 0) {
-      free(watched);
-      return -1;
-    }
-    watched->poll.data = NULL;
-    curl_multi_assign(driver->multi, socket, watched);
-  }
-  int events = 0;
-  if (what != CURL_POLL_OUT)
-    events |= UV_READABLE;
-  if (what != CURL_POLL_IN)
-    events |= UV_WRITABLE;
-  return uv_poll_start(&watched->poll, events, on_poll) < 0 ? -1 : 0;
-}
-
-/*
- * CURLOPT_OPENSOCKETFUNCTION. The kernel ends a connection whose peer has vanished: a request that
- * times out on a shared HTTP/2 connection leaves it open, and those that follow would be sent into
- * the void as well.
- */
-static curl_socket_t on_curl_open(void *user, curlsocktype purpose, struct curl_sockaddr *address) {
-  (void)user;
-  (void)purpose;
-  int fd = socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
-  if (fd >= 0 && (address->family == AF_INET || address->family == AF_INET6)) {
-    int on = 1, dead_ms = CIR_HTTP_DEAD_MS, idle_s = CIR_HTTP_DEAD_MS / 1000, probe_s = idle_s / 3;
-    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
-    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &dead_ms, sizeof dead_ms);
-  }
-  return fd;
+void cir_http_ended(cir_http_request *request, CURLcode result) {
+  request->result = result;
+  request->finished = true;
+  if (!request->bare) /* which would close the connection */
+    leave_multi(request);
+  cir_http_mark_ready(request);
 }
 
 /* --- life cycle ------------------------------------------------------------------------------ */
@@ -411,40 +224,18 @@ static void cancel(cir_http_request *request) {
  */
 static void shut_down(void *arg) {
   cir_http *http = arg;
-  http->driver.closing = true;
   for (cir_http_request *request = http->requests; request != NULL; request = request->next)
     cancel(request);
   while (http->sockets != NULL)
     cir_http_socket_close(http->sockets);
-  curl_multi_cleanup(http->driver.multi);
-  uv_close((uv_handle_t *)&http->driver.timer, NULL);
-}
-
-/* Make a driver's multi handle and timer. Returns false without memory or descriptors. */
-static bool start_driver(cir_http *http, cir_http_driver *driver) {
-  int lowest = open("/dev/null", O_RDONLY | O_CLOEXEC); /* where curl's wake-up pair will begin */
-  if (lowest >= 0)
-    close(lowest);
-  CURLM *multi = curl_multi_init();
-  if (multi == NULL)
-    return false;
-  close_pair_on_exec(lowest);
-  driver->http = http;
-  driver->multi = multi;
-  uv_timer_init(cir_loop(http->rt), &driver->timer);
-  driver->timer.data = NULL;
-  curl_multi_setopt(multi, CURLMOPT_SOCKETFUNCTION, on_curl_socket);
-  curl_multi_setopt(multi, CURLMOPT_SOCKETDATA, driver);
-  curl_multi_setopt(multi, CURLMOPT_TIMERFUNCTION, on_curl_timer);
-  curl_multi_setopt(multi, CURLMOPT_TIMERDATA, driver);
-  return true;
+  cir_http_driver_free(http->driver, NULL);
+  http->driver = NULL;
 }
 
 /*
  * The client of this state, made at first use. It is a userdata in the registry, which goes when
  * the state is closed: after the loop has run dry, and a callback that runs during shutdown still
- * finds it. Raises when curl cannot start.
- * [-0, +0, e]
+ * finds it. Raises when curl cannot start. [-0, +0, e]
  */
 static cir_http *client(lua_State *L) {
   lua_rawgetp(L, LUA_REGISTRYINDEX, &KEY);
@@ -461,10 +252,16 @@ static cir_http *client(lua_State *L) {
   memset(http, 0, sizeof *http);
   http->rt = cir_runtime_of(L);
   http->last_ready = &http->ready;
-  if (!start_driver(http, &http->driver))
+  lua_pushvalue(L, -1);
+  lua_rawsetp(L, LUA_REGISTRYINDEX, &KEY); /* the loop may know it only once nothing can fail */
+  http->driver = cir_http_driver_new(http, http->rt);
+  if (http->driver == NULL) {
+    lua_pushnil(L);
+    lua_rawsetp(L, LUA_REGISTRYINDEX, &KEY);
     luaL_error(L, "libcurl cannot be initialised: out of memory or descriptors");
+  }
   cir_on_shutdown(http->rt, shut_down, http);
-  lua_rawsetp(L, LUA_REGISTRYINDEX, &KEY);
+  lua_pop(L, 1);
   return http;
 }
 
@@ -491,30 +288,26 @@ static int start(lua_State *L, bool bare) {
   request->anchor = LUA_NOREF;
   request->on_done = request->on_response = request->on_data = CIR_NO_CALLBACK;
   request->http = http; /* an option may already need the loop */
-  request->driver = &http->driver;
+  request->driver = http->driver;
   request->bare = bare;
   cir_http_options(L, 1, request);
-  if (bare) {
-    request->driver = calloc(1, sizeof *request->driver);
-    if (request->driver == NULL || !start_driver(http, request->driver)) {
-      free(request->driver);
-      return luaL_error(L, "http.connect: out of memory or descriptors");
-    }
-  }
-  curl_easy_setopt(request->easy, CURLOPT_OPENSOCKETFUNCTION, on_curl_open);
-
-  request->started = true;
-  request->on_done = cir_callback_ref(L, 2);
-  lua_pushvalue(L, 3);
-  request->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
+  curl_easy_setopt(request->easy, CURLOPT_OPENSOCKETFUNCTION, cir_http_open_socket);
+  cir_callback_ref_both(L, 2, &request->on_done, 3, &request->anchor);
+  request->started = true; /* what fails from here on is told to the callback */
   request->next = http->requests;
   if (request->next != NULL)
     request->next->previous = request;
   http->requests = request;
 
-  if (request->fault == NULL && !http->driver.closing) {
+  bool ending = http->driver == NULL;
+  if (bare && !ending) {
+    request->driver = cir_http_driver_new(http, http->rt);
+    if (request->driver == NULL)
+      cir_http_fault(request, "failed", "out of memory or descriptors");
+  }
+  if (request->fault == NULL && !ending) {
     request->in_multi = true;
-    CURLMcode code = curl_multi_add_handle(request->driver->multi, request->easy);
+    CURLMcode code = cir_http_driver_add(request->driver, request->easy);
     if (code == CURLM_OK)
       return 1;
     request->in_multi = false;

@@ -1,7 +1,8 @@
 /*
  * http_client.h - what the files of the http client share.
  *
- * http_client.c drives libcurl's multi interface on the loop and delivers results to Lua;
+ * http_client.c has the requests as Lua sees them: starting, delivering to callbacks, cancelling;
+ * http_driver.c drives libcurl's multi interface on the loop;
  * http_request.c turns an option table into a curl easy handle and the outcome into Lua values;
  * http_upload.c reads a request body from a file on the thread pool; http_socket.c is a connection
  * without a request, over which the caller speaks a protocol of its own.
@@ -83,8 +84,32 @@ void cir_http_unpause(cir_http_request *request);
  * one follows. */
 void cir_http_mark_ready(cir_http_request *request);
 
-/* Close a bare connection and let go of its driver. easy is NULL when it has left it already. */
+/*
+ * A driver is one multi handle on the loop. Requests share one; a bare connection has its own: curl
+ * closes idle connections of a multi handle when it looks for one to use again, and takes those
+ * that the program holds for idle. NULL without memory or descriptors.
+ */
+cir_http_driver *cir_http_driver_new(cir_http *http, cir_runtime *rt);
+
+CURLMcode cir_http_driver_add(cir_http_driver *driver, CURL *easy);
+void cir_http_driver_remove(cir_http_driver *driver, CURL *easy);
+
+/* Curl has nothing to do of itself any more: a connection is the caller's to use. */
+void cir_http_driver_quiet(cir_http_driver *driver);
+
+/* Close what it still has, `easy` too unless that is NULL; its memory goes on a later turn. */
 void cir_http_driver_free(cir_http_driver *driver, CURL *easy);
+
+/*
+ * CURLOPT_OPENSOCKETFUNCTION. The kernel ends a connection whose peer has vanished: a request that
+ * times out on a shared HTTP/2 connection leaves it open, and those that follow would be sent into
+ * the void as well.
+ */
+curl_socket_t cir_http_open_socket(void *user, curlsocktype purpose, struct curl_sockaddr *address);
+
+/* From a driver: the transfer has ended; and Lua may be told what is new, on a turn of the loop. */
+void cir_http_ended(cir_http_request *request, CURLcode result);
+void cir_http_deliver(cir_http *http);
 
 /* The head of the list of open sockets. */
 cir_http_socket **cir_http_sockets(cir_http *http);

@@ -166,7 +166,8 @@ static void set_headers(lua_State *L, int index, cir_http_request *request) {
     size_t length;
     const char *line = lua_type(L, -1) == LUA_TSTRING ? lua_tolstring(L, -1, &length) : NULL;
     const char *colon = line != NULL ? memchr(line, ':', length) : NULL;
-    if (colon == NULL || colon == line || strcspn(line, "\r\n") != length)
+    if (colon == NULL || colon == line || strcspn(line, "\r\n") != length ||
+        strcspn(line, " \t") < (size_t)(colon - line)) /* which would go on with the line before */
       luaL_error(L, "http.request: header %I is not a \"Name: value\" string without line breaks",
                  i);
     type_given = type_given || header_is(line, "content-type");

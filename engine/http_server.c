@@ -366,7 +366,8 @@ static int l_start(lua_State *L) {
   const char *problem = cir_microhttpd_load();
   if (problem != NULL)
     return luaL_error(L, "%s", problem);
-  int on_request = cir_callback_ref(L, 2);
+  int on_request, anchor;
+  cir_callback_ref_both(L, 2, &on_request, 3, &anchor);
   cir_server *server = calloc(1, sizeof *server);
   struct MHD_Daemon *daemon =
       server == NULL
@@ -387,6 +388,7 @@ static int l_start(lua_State *L) {
   uv_loop_t *loop = cir_loop(cir_runtime_of(L));
   if (info == NULL || uv_poll_init(loop, &server->poll, info->epoll_fd) < 0) {
     luaL_unref(L, LUA_REGISTRYINDEX, on_request);
+    luaL_unref(L, LUA_REGISTRYINDEX, anchor);
     if (daemon != NULL)
       MHD_stop_daemon(daemon);
     free(server);
@@ -401,8 +403,7 @@ static int l_start(lua_State *L) {
   server->on_stopped = CIR_NO_CALLBACK;
   server->handle = handle;
   *handle = server;
-  lua_pushvalue(L, 3);
-  server->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
+  server->anchor = anchor;
   server->next = all->first;
   if (server->next != NULL)
     server->next->previous = server;

@@ -2,7 +2,7 @@
  * http_server.h - what the files of the http server share.
  *
  * http_server.c runs a libmicrohttpd daemon on the loop; http_exchange.c is one request and its
- * answer.
+ * answer as libmicrohttpd sees them, http_exchange_lua.c as Lua does.
  *
  * Rules. MHD_run is called only from a turn of the loop (cir_server_run), never from a call from
  * Lua; libmicrohttpd's callbacks never call Lua. A request that Lua has not answered is a suspended
@@ -18,6 +18,8 @@
 
 #define CIR_SERVER_HANDLE "ciranda.http.server"
 #define CIR_EXCHANGE_HANDLE "ciranda.http.exchange"
+
+enum { CIR_EXCHANGE_ROOM = 64 * 1024 /* a streamed answer asks for more when it has less */ };
 
 typedef struct cir_server cir_server;
 
@@ -48,7 +50,8 @@ typedef struct cir_exchange {
   uint64_t patience; /* how long that is, ms */
   int on_room;       /* Lua waits for `out` to drain */
   int on_upgrade;
-  int holds; /* libmicrohttpd, the userdata, the news queue */
+  int upgraded; /* the upgraded connection's descriptor, which becomes Lua's, or -1 */
+  int holds;    /* libmicrohttpd, the userdata, the news queue */
   bool first_call, suspended, ended, cut, drop, news, told;
   bool sent; /* once over: the whole answer went out */
 } cir_exchange;
@@ -71,6 +74,19 @@ void cir_exchange_drop(cir_exchange *exchange);
 /* Answer for Lua, which did not, with a line of text. Does nothing unless the exchange waits. */
 void cir_exchange_refuse(cir_exchange *exchange, unsigned status, const char *text);
 
+/* Whether the exchange waits for an answer; forgets what an earlier, failed call has left. */
+bool cir_exchange_is_waiting(cir_exchange *exchange);
+
+/* Make a response whose body is what `out` gets as it goes (of `length` bytes, or
+ * MHD_SIZE_UNKNOWN), or one that changes the protocol; on_upgrade is told then. It is NULL without
+ * memory. */
+void cir_exchange_stream(cir_exchange *exchange, uint64_t length);
+void cir_exchange_switch(cir_exchange *exchange);
+
+/* Let libmicrohttpd go on with the connection, on a later turn. */
+void cir_exchange_resume(cir_exchange *exchange);
+
+/* Give back a share in the exchange's memory: libmicrohttpd's, the userdata's or the queue's. */
 void cir_exchange_release(cir_exchange *exchange);
 
 /* Make the exchange's class. [-0, +0, m] */

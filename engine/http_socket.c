@@ -237,9 +237,7 @@ static int l_read_start(lua_State *L) {
   lua_pushboolean(L, self != NULL);
   if (self == NULL)
     return 1;
-  int callback = cir_callback_ref(L, 2);
-  cir_callback_unref(self->rt, &self->on_data);
-  self->on_data = callback;
+  cir_callback_replace(L, 2, &self->on_data);
   self->reading = true;
   self->dry = false;
   pump_later(self);
@@ -265,9 +263,7 @@ static int l_write(lua_State *L) {
     return 1;
   if (self->on_written != CIR_NO_CALLBACK)
     return luaL_error(L, "socket:write: the last write is still under way");
-  self->on_written = cir_callback_ref(L, 3);
-  lua_pushvalue(L, 2);
-  self->anchor = luaL_ref(L, LUA_REGISTRYINDEX);
+  cir_callback_ref_both(L, 3, &self->on_written, 2, &self->anchor);
   self->sent = 0;
   pump_later(self);
   return 1;

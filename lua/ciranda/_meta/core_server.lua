@@ -1,5 +1,5 @@
 ---@meta ciranda.core.server
---- The engine's HTTP server (engine/http_server.c, http_exchange.c). Private: use ciranda.io.server.
+--- The engine's HTTP server (engine/http_server.c, http_exchange*.c). Private: use ciranda.io.server.
 
 ---@class ciranda.core.server
 local M = {}

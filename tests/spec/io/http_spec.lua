@@ -528,6 +528,7 @@ describe("ciranda.io.http", function()
         method = { url = url, method = "get\r\nX: 1" },
         header = { url = url, headers = { A = "b\r\nC: d" } },
         ["A"] = { url = url, headers = { { "A" } } },
+        ["header 1"] = { url = url, headers = { { " A", "goes on with the line before" } } },
       } do
         local err = raised(http.request, case)
         assert.matches(option, errors.text(err), 1, true)
