@@ -84,27 +84,44 @@ static bool take_request(_Atomic int64_t *asked, _Atomic int64_t *now) {
   return wanted != 0 && wanted == atomic_load(now);
 }
 
-/* Runs inside the Lua code that is executing. May throw: that is its purpose when I.raise is set.
+/* Writes the running code's traceback down. A lua_CFunction. [-0, +0, m] */
+static int write_trace(lua_State *L) {
+  luaL_traceback(L, L, NULL, 1);
+  size_t length;
+  const char *text = lua_tolstring(L, -1, &length);
+  if (length >= sizeof I.trace_text)
+    length = sizeof I.trace_text - 1;
+  memcpy(I.trace_text, text, length);
+  I.trace_text[length] = '\0';
+  I.traced = true;
+  return 0;
+}
+
+/* Raises "interrupted" with the running code's traceback. A lua_CFunction. [-0, +0, v] */
+static int raise_interrupted(lua_State *L) {
+  cir_push_error(L, "interrupted", "interrupted");
+  luaL_traceback(L, L, NULL, 1);
+  lua_setfield(L, -2, "traceback");
+  return lua_error(L);
+}
+
+/*
+ * Runs inside the Lua code that is executing, and in its frame. What it does stands in functions of
+ * their own, for a luaL_Buffer that outgrows its first kilobyte (luaL_traceback has one) marks the
+ * frame that it is in as one with something to close: a function of Lua that is marked so returns
+ * what lies on its stack in place of nil. May throw: that is its purpose when I.raise is set.
  */
 static void hook(lua_State *L, lua_Debug *ar) {
   (void)ar;
   lua_sethook(L, NULL, 0, 0);
   if (take_request(&I.trace, &I.turn_started) && !I.traced) {
-    luaL_traceback(L, L, NULL, 0);
-    const char *text = lua_tostring(L, -1);
-    size_t length = strlen(text);
-    if (length >= sizeof I.trace_text)
-      length = sizeof I.trace_text - 1;
-    memcpy(I.trace_text, text, length);
-    I.trace_text[length] = '\0';
-    I.traced = true;
-    lua_pop(L, 1);
+    lua_pushcfunction(L, write_trace);
+    if (lua_pcall(L, 0, 0, 0) != LUA_OK)
+      lua_pop(L, 1); /* no memory: the turn goes unreported */
   }
   if (take_request(&I.raise, &I.interrupted_at)) {
-    cir_push_error(L, "interrupted", "interrupted");
-    luaL_traceback(L, L, NULL, 0);
-    lua_setfield(L, -2, "traceback");
-    lua_error(L);
+    lua_pushcfunction(L, raise_interrupted);
+    lua_call(L, 0, 0);
   }
 }
 

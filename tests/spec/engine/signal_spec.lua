@@ -161,6 +161,53 @@ describe("a turn of the loop that takes long", function()
     assert.matches("command line%)?:1", result.stderr)
   end)
 
+  it("computes what it would have, also when its traceback is long", function()
+    local directory = fs.tempdir()
+    local path = ("%s/%s.lua"):format(directory, ("name"):rep(40))
+    -- The loop has no calls: the traceback is taken in the frame of a function that returns nothing, and of one that
+    -- returns less than is asked of it.
+    fs.write(
+      path,
+      [[local task = require("ciranda.task")
+      local clock = os.clock
+      local function nothing(n)
+        for i = 1, n do
+        end
+      end
+      local function one(n)
+        for i = 1, n do
+        end
+        return 1
+      end
+      local n = 1000000
+      repeat -- as many rounds as last long enough
+        n = n * 2
+        local t = clock()
+        nothing(n)
+      until clock() - t > 0.25
+      local function deep(levels, f)
+        if levels == 0 then
+          local a, b, c = f(n)
+          return a, b, c
+        end
+        local a, b, c = deep(levels - 1, f)
+        return a, b, c
+      end
+      local function other()
+        task.sleep(0.01)
+      end
+      for _, f in ipairs({ nothing, one }) do
+        task.all({ function() print(deep(20, f)) end, other })
+      end]]
+    )
+    local result = process.run({ BINARY, path, timeout = 60 })
+    fs.remove_tree(directory)
+    assert.equal("nil\tnil\tnil\n1\tnil\tnil\n", result.stdout)
+    assert.equal(0, result.code)
+    local _, reports = result.stderr:gsub("held up", "")
+    assert.is_true(reports >= 2, result.stderr)
+  end)
+
   it("is no warning in a recipe when it was short", function()
     local directory = fs.tempdir()
     fs.write(
