@@ -272,6 +272,7 @@ function M.run(context)
         return provision:again(reason) and provision.queued_resource or nil
       end,
     })
+    journal:close(result.status, result.kind)
     context.finish(result)
     return result.status
   end

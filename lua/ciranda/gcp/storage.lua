@@ -103,7 +103,12 @@ local function named(bucket, name, fn, ...)
   end
   local err = result[2]
   if errors.is(err) and not errors.is(err, "cancelled", "misuse") then
-    err.message = ("%s: %s"):format(shown(bucket, name), err.message)
+    local absent = (err.api_message or ""):find("bucket does not exist", 1, true)
+    err.message = ("%s: %s%s"):format(
+      shown(bucket, name),
+      absent and err.message:gsub("%.$", "") or err.message,
+      absent and "; make it with: gcloud storage buckets create gs://" .. bucket or ""
+    )
     err.target = shown(bucket, name)
   end
   return error(err, 0)

@@ -229,7 +229,7 @@ local function batch_advice(plan, options, out)
   end
   out[#out + 1] = (
     "Data parallelism first: each slice has %s tokens a step and needs %s (%s with margin) in the "
-    .. "guide's arithmetic, %s in the book's: %s."
+    .. "arithmetic of Google's Multislice guide, %s in that of the scaling book: %s."
   ):format(
     thousands(each),
     thousands(guide.tokens),

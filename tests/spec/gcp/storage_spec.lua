@@ -177,6 +177,8 @@ local function bucket_server()
       return upload(request, args)
     elseif request.path == "/storage/v1/b/b/o" then
       return list(args)
+    elseif not request.path:find("/b/b/o", 1, true) then
+      return refuse(404, "notFound", "The specified bucket does not exist.")
     end
     local name = url.unescape(request.path:match("^/storage/v1/b/b/o/([^/]+)$"))
     local object = self.objects[name]
@@ -419,6 +421,13 @@ describe("ciranda.gcp.storage", function()
       local err = fails("not_found", storage.download, storage, "b", "o")
       assert.matches("gs://b/o: ", tostring(err), 1, true)
       assert.matches("No such object", tostring(err), 1, true)
+      err = fails("not_found", storage.upload, storage, "absent", "o", "data")
+      assert.matches(
+        "does not exist; make it with: gcloud storage buckets create gs://absent",
+        tostring(err),
+        1,
+        true
+      )
     end)
   end)
 

@@ -120,7 +120,7 @@ describe("a plan", function()
       return text(mesh.plan({ type = "v4-512", slices = 2, model = LLAMA_70B, tokens = tokens }).advice)
     end
     assert.matches("has 500k tokens a step and needs 176k %(350k with margin%)", advice(1e6))
-    assert.matches("44k in the book's: enough, with the margin", advice(1e6))
+    assert.matches("44k in that of the scaling book: enough, with the margin", advice(1e6))
     assert.matches("enough while DCN loses no packets", advice(4e5))
     assert.matches("too few: data parallelism waits for DCN 1.8 times", advice(2e5))
   end)

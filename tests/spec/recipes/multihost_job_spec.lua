@@ -79,6 +79,10 @@ describe("multihost_job on the simulated cloud", function()
       1,
       true
     )
+    assert.equal(
+      "ended 5 user\n",
+      cloud:run("runs", "--filter=name=follow-me", "--format=value[separator=' '](state,status,kind)").out
+    )
     -- Its name is free again; only a job that is there can be given other code.
     local update =
       cloud:run("multihost_job", "--BUCKET_NAME=bucket", "--RUN_NAME=no", "--COMMAND=true", "--UPDATE=true")
