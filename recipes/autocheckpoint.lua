@@ -8,7 +8,8 @@ local M = {
     .. "decides, not an exit status. autocheckpoint drill RUN: the same on purpose, then the same COMMAND is started "
     .. "again, must go on from the step saved, and is left running (`ciranda attach RUN`). Ends with 1 when nothing "
     .. "was saved, when the grace would have been exceeded, or when it resumed elsewhere. The run's own runner, "
-    .. "where there is one, sees its command end.",
+    .. "where there is one, sees its command end. drill RUN --BY=maintenance has the API simulate a maintenance event "
+    .. "on the run's nodes and sends no signal itself: the runner and the platform have to act.",
 }
 
 M.flags = {
@@ -25,12 +26,25 @@ M.flags = {
     help = "Where COMMAND saves on the workers (else what the run was started with).",
   },
   {
-    name = "CAUSE",
-    default = "user",
-    choices = { "maintenance", "spot", "user", "failure" },
-    help = "Whose grace to give: maintenance 290 s, spot 30 s, user 300 s, failure 30 s.",
+    name = "BY",
+    default = "signal",
+    choices = { "signal", "maintenance" },
+    help = "Of drill: what stops the run, our SIGTERM to every worker or the API's simulateMaintenanceEvent.",
   },
-  { name = "GRACE", type = "duration", help = "Time between TERM and KILL (that of CAUSE)." },
+  {
+    name = "WORKERS",
+    help = "Of --BY=maintenance: who sees the event, one worker a slice, such as slice[0-1]/worker0 (the first).",
+  },
+  {
+    name = "CAUSE",
+    choices = { "maintenance", "spot", "user", "failure" },
+    help = "Whose grace to give: maintenance 290 s, spot 30 s, user 300 s, failure 30 s (user, or that of BY).",
+  },
+  {
+    name = "GRACE",
+    type = "duration",
+    help = "Time between TERM and KILL (that of CAUSE); of --BY=maintenance, what is judged from the notice on.",
+  },
   {
     name = "STEP_NAME",
     help = "Lua pattern of a finished checkpoint's name, its step in parentheses, such as 'ckpt_(%d+)'.",
@@ -82,7 +96,19 @@ end
 ---@return integer status
 function M.run(context)
   local flags, progress = context.flags, context.progress
-  local grace = flags.GRACE or drill.GRACE[flags.CAUSE]
+  local rehearsal = flags.VERB == "drill"
+  local by_event = flags.BY == "maintenance"
+  if by_event and not rehearsal then
+    err.raise({
+      code = "usage",
+      message = "--BY=maintenance is of drill: an event brings the end of the machines too",
+    })
+  elseif by_event and flags.CAUSE and flags.CAUSE ~= "maintenance" then
+    err.raise({ code = "usage", message = "--BY=maintenance gives maintenance's grace: leave --CAUSE out" })
+  elseif flags.WORKERS and not by_event then
+    err.raise({ code = "usage", message = "--WORKERS is of --BY=maintenance; SIGTERM goes to every worker" })
+  end
+  local grace = flags.GRACE or drill.GRACE[flags.CAUSE or by_event and "maintenance" or "user"]
   local session <close> = drill.open({
     run = flags.RUN,
     progress = progress,
@@ -90,7 +116,6 @@ function M.run(context)
     step_of = step_of(flags.STEP_NAME),
     take = flags.TAKE,
   })
-  local rehearsal = flags.VERB == "drill"
   if rehearsal then
     local bandwidth = flags.BANDWIDTH * 1e6
     local estimate =
@@ -100,8 +125,14 @@ function M.run(context)
       progress:say("Warning: that is more than the grace; the last periodic checkpoint will have to do")
     end
   end
-  progress:say("TERM to %d workers, KILL after %g s", #session.fleet, grace)
-  local saved = session:save(grace, "autocheckpoint " .. flags.VERB)
+  local saved
+  if by_event then
+    progress:say("Maintenance event for %s, %g s from its notice", flags.WORKERS or "the first worker", grace)
+    saved = session:save_by_event(grace, flags.WORKERS)
+  else
+    progress:say("TERM to %d workers, KILL after %g s", #session.fleet, grace)
+    saved = session:save(grace, "autocheckpoint " .. flags.VERB)
+  end
   for _, line in ipairs(session:table_lines()) do
     progress:say("%s", line)
   end
@@ -111,11 +142,17 @@ function M.run(context)
     saved.seen_after and ("; seen there after %.1f s"):format(saved.seen_after) or ""
   )
   local resumed
-  if rehearsal then
-    progress:say("Starting the same command again")
+  if rehearsal and #saved.running == 0 then
+    progress:say(
+      by_event and "Waiting for the machines, and for the same command" or "Starting the same command again"
+    )
     resumed = session:resume(flags.RESUME_TIMEOUT)
     if resumed.first then
-      progress:say("It goes on at step %d; it is left running: ciranda attach %s", resumed.first, flags.RUN)
+      progress:say(
+        "It goes on at step %d; %s",
+        resumed.first,
+        resumed.by_runner and "its runner has it" or "it is left running: ciranda attach " .. flags.RUN
+      )
     end
   end
   local verdict = drill.judge(saved, resumed)

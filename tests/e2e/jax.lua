@@ -353,12 +353,12 @@ local function case(name, act, expected)
   return entry
 end
 
---- A job that does not save: stopped by SIGTERM to the runner, or by a drill, it must be reported.
+--- A job that does not save fails its drill, which says why.
 ---@param name string
 ---@param trainer string
 ---@param grace integer seconds
----@param by_drill boolean?
-local function negative(name, trainer, grace, by_drill)
+---@param why string[] what the drill's last line says
+local function negative(name, trainer, grace, why)
   number = number + 1
   say("\n== %s", name)
   local directory = ("%s-%d"):format(checkpoints, number)
@@ -368,32 +368,36 @@ local function negative(name, trainer, grace, by_drill)
     flags = { "--GRACE=" .. grace },
   })
   running:train(STEPS)
-  local status, said
-  if by_drill then
-    local program, output =
-      start_program(running.run .. "-drill", { "autocheckpoint", "drill", running.run, "--GRACE=" .. grace })
-    local answer = task.timeout(STOP + START, program.wait, program).code
-    said = fs.read(output)
-    expect(answer == 1, "%s: the drill ended with %s", name, tostring(answer))
-    expect(said:find("drill failed: nothing was saved", 1, true), "%s: the drill said:\n%s", name, said)
-    running:finish()
-  else
-    running.program:signal("SIGTERM")
-    status = running:finish()
-    said = running:said()
-  end
+  local program, output = start_program(running.run .. "-drill", {
+    "autocheckpoint",
+    "drill",
+    running.run,
+    "--GRACE=" .. grace,
+    "--RESUME_TIMEOUT=" .. START,
+  })
+  local status = task.timeout(STOP + START, program.wait, program).code
+  local said = fs.read(output)
+  say("%s", said)
+  running:finish()
   local steps, unfinished = steps_on_disk(directory)
   local reported = said:match("Checkpoint: (not saved[^\n]*)")
+  local verdict = said:match("drill failed: [^\n]*")
   table.insert(evidence.negative, {
     case = name,
-    status = status or json.null,
+    status = status,
     reported = reported or json.null,
+    verdict = verdict or json.null,
     newest_on_disk = steps[#steps] or json.null,
     unfinished = json.array(unfinished),
   })
+  expect(status == 1, "%s: the drill ended with %s", name, tostring(status))
   expect(reported, "%s: was not reported as not saved:\n%s", name, said)
   expect(steps[#steps] == 0, "%s: step %s is on disk", name, tostring(steps[#steps]))
-  expect(by_drill or status == 143, "%s: the runner ended with %s", name, tostring(status))
+  for _, words in ipairs(why) do
+    expect((verdict or ""):find(words), "%s: the verdict does not say %q: %s", name, words, tostring(verdict))
+  end
+  -- The drill has left it running.
+  expect(ciranda("stop", running.run, "--GRACE=1").code == 0, "%s: it could not be stopped", name)
 end
 
 --- Waits until a run's second attempt trains; gives the step that it has to resume from. The first one has ended when
@@ -412,6 +416,29 @@ local function next_attempt(running)
   end)
   running:train(STEPS)
   return steps[#steps]
+end
+
+--- A drill that succeeds; gives the step that it says was saved and resumed from.
+local function drill(running, ...)
+  local program, output = start_program(running.run .. "-drill", {
+    "autocheckpoint",
+    "drill",
+    running.run,
+    "--RESUME_TIMEOUT=" .. START,
+    ...,
+  })
+  local status = task.timeout(STOP + START, program.wait, program).code
+  local said = fs.read(output)
+  say("%s", said)
+  expect(status == 0, "the drill ended with %s", tostring(status))
+  expect(said:find("A save should take: 2 steps of", 1, true), "the drill did not do its arithmetic")
+  local step = math.tointeger(
+    tonumber(said:match("drill: step (%d+) was saved in [%d.]+ s and training resumed from it"))
+  )
+  assert(step, "the drill has failed")
+  local steps = steps_on_disk(checkpoints)
+  expect(step == steps[#steps], "the drill saved %d, on disk is %s", step, tostring(steps[#steps]))
+  return step
 end
 
 local function to_runner(running)
@@ -529,26 +556,13 @@ local function main()
       running.program:signal("SIGTERM")
     end, { status = { 143 }, says = { "saved: step STEP is on disk" } })
     case("a drill", function(running)
-      local program, output = start_program(running.run .. "-drill", {
-        "autocheckpoint",
-        "drill",
-        running.run,
-        "--RESUME_TIMEOUT=" .. START,
-      })
-      local status = task.timeout(STOP + START, program.wait, program).code
-      local said = fs.read(output)
-      say("%s", said)
-      expect(status == 0, "the drill ended with %s", tostring(status))
-      expect(said:find("A save should take: 2 steps of", 1, true), "the drill did not do its arithmetic")
-      local drilled = said:match("drill: step (%d+) was saved in [%d.]+ s and training resumed from it")
-      local steps = steps_on_disk(checkpoints)
-      expect(drilled and tonumber(drilled) == steps[#steps], "the drill saved %s", tostring(drilled))
+      local drilled = drill(running)
       running.program:wait()
       running.program, running.output = start_program(running.run, { "attach", running.run })
       running:train(STEPS)
       task.sleep(2) -- until the runner has the signal's handler
       running.program:signal("SIGTERM")
-      return math.tointeger(tonumber(drilled))
+      return drilled
     end, { status = { 143 }, says = { "saved: step STEP is on disk" } })
     case("repair under a live run", function(running)
       running:train(15)
@@ -563,12 +577,11 @@ local function main()
       says = { "The machines: " .. NAME .. " is ACTIVE", "saved: step STEP is on disk", "Attempt 1 (" },
     })
     case("a drill by a maintenance event: the runner goes on by itself", function(running)
-      local before = steps_on_disk(checkpoints)
-      ask("POST", node_path("v2alpha1", 1) .. ":simulateMaintenanceEvent", { workerIds = { "1" } })
-      local from = next_attempt(running)
-      expect(from > before[#before] and from % 1000 ~= 0, "the event has made step %d", from)
+      local drilled = drill(running, "--BY=maintenance", "--WORKERS=slice1/worker1")
+      expect(drilled % 1000 ~= 0, "the event has made step %d", drilled)
+      running:train(STEPS)
       running.program:signal("SIGTERM")
-      return from
+      return drilled
     end, {
       status = { 143 },
       flags = { "--PREEMPTION_RESTARTS=1" },
@@ -582,10 +595,18 @@ local function main()
     create_slices()
   end
   finish_training()
-  negative("autocheckpoint off", "--variant=no-policy", 60)
+  -- Periodic saves are a thousand steps apart, so all three go on from step 0.
+  local nothing, elsewhere = "not saved: nothing was saved", "it resumed at step 1, not at %d+"
+  local exceeded = "slice[^;]* did not end within the grace of %d+ s"
+  negative("autocheckpoint off", "--variant=no-policy", 60, { nothing, elsewhere })
   if not SHORT then
-    negative("a saver slower than the grace", "--variant=slow-saver --save-seconds=60", 8)
-    negative("a trainer that never asks", "--variant=ignores-term", 4, true)
+    negative(
+      "a saver slower than the grace",
+      "--variant=slow-saver --save-seconds=60",
+      8,
+      { nothing, exceeded }
+    )
+    negative("a trainer that never asks", "--variant=ignores-term", 4, { nothing, exceeded })
   end
 end
 

@@ -1,14 +1,15 @@
 --- A live run is told to save, and what came of it is looked at: for `autocheckpoint save` and its rehearsal, `drill`.
 --
 -- The stop goes to the guards on the workers, so it does not matter whether the run's own runner is there: when it is,
--- it sees its command end; when it is not, what happened is written into the journal here.
+-- it sees its command end; when it is not, what happened is written into the journal here. A drill by a maintenance
+-- event (drill_event.lua) stops nobody itself.
 local attempts = require("ciranda.run.attempt")
 local checkpoint = require("ciranda.run.checkpoint")
+local drill_event = require("ciranda.run.drill_event")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
 local journals = require("ciranda.run.journal")
 local known = require("ciranda.run.known")
-local launch = require("ciranda.run.launch")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
 local task = require("ciranda.task")
@@ -26,10 +27,6 @@ local SYNC_STEPS = 2
 local NOTIFIER_POLL = 1
 --- Seconds between two looks at the disk while a save is awaited.
 local LOOK_EVERY = 1
---- Once a process has shown where it resumes, seconds the others get to say the same.
-local COMPANY = 5
---- Seconds the run's own runner gets to see the end and leave.
-local RUNNER_LEAVES = 60
 
 ---@class ciranda.drill.Options
 ---@field run string
@@ -168,7 +165,10 @@ end
 ---@field took number? seconds from the request to the end of the last worker
 ---@field seen_after number? seconds until a new step was first seen on disk
 ---@field grace number
+---@field synced integer? the step at which the workers said that they stop, the largest of them
+---@field disagree boolean? they named different ones
 ---@field killed ciranda.Worker[] did not end within the grace
+---@field running ciranda.Worker[] had not ended when the watch over a maintenance event did
 ---@field lost ciranda.Worker[]
 ---@field text string one line
 
@@ -195,12 +195,36 @@ end
 ---@param reason string
 ---@return ciranda.drill.Saved
 function Session:save(grace, reason)
+  return self:observe(grace, "interrupted", function()
+    self.gang:stop(grace, reason)
+    return self.gang:watch()
+  end)
+end
+
+--- Has the API send workers a maintenance event, waits for the end that it brings, looks at the disk.
+---@async
+---@param grace number seconds from the notice on the worker
+---@param set string? who is to see it: a node set, one worker a slice; the first worker by default
+---@return ciranda.drill.Saved
+-- Raises what `drill_event.act` raises: nothing has been done then, but for "timeout".
+function Session:save_by_event(grace, set)
+  return self:observe(grace, "preempted", function(journal)
+    self.event = drill_event.act(self, grace, set, journal == nil)
+    return self.event.verdict
+  end)
+end
+
+--- Looks at the disk, lets `act` bring about the end, looks again.
+---@private
+---@param kind string what an end is in the journal when it is written here
+---@param act fun(journal: ciranda.Journal?): ciranda.run.Cause?
+---@return ciranda.drill.Saved
+function Session:observe(grace, kind, act)
   local before = checkpoint.before(self.fleet, self.directory, self.look)
   local journal <close> = journal_of(self.options)
   self.gang.options.journal = journal
   local seen_after, verdict
   self.asked_at = now()
-  self.gang:stop(grace, reason)
   do
     local scope <close> = task.scope()
     local is_there = self:watch_disk(before)
@@ -211,32 +235,34 @@ function Session:save(grace, reason)
       end
       seen_after = now() - self.asked_at
     end)
-    verdict = self.gang:watch()
+    verdict = act(journal)
     watching:cancel("the end")
   end
-  local sync_point
-  for _, row in pairs(self.rows) do
-    if row.sync_point then
-      sync_point = math.max(sync_point or 0, row.sync_point)
-    end
-  end
-  local after = before:after(sync_point)
   local result = {
-    saved = after.saved,
-    step = after.step,
     grace = grace,
     killed = {},
+    running = {},
     lost = {},
     seen_after = seen_after,
   }
+  for _, row in pairs(self.rows) do
+    if row.sync_point then
+      result.disagree = result.disagree or result.synced ~= nil and result.synced ~= row.sync_point
+      result.synced = math.max(result.synced or 0, row.sync_point)
+    end
+  end
+  local after = before:after(result.synced)
+  result.saved, result.step = after.saved, after.step
   for _, member in ipairs(self.gang.members) do
     local outcome = member.outcome
-    if outcome.lost then
+    if not outcome then
+      table.insert(result.running, member.worker)
+    elseif outcome.lost then
       table.insert(result.lost, member.worker)
     elseif outcome.killed then
       table.insert(result.killed, member.worker)
     end
-    result.took = math.max(result.took or 0, outcome.took or 0)
+    result.took = math.max(result.took or 0, outcome and outcome.took or 0)
   end
   result.text = checkpoint.describe(after, self.directory)
   if after.saved and #result.killed > 0 then
@@ -249,11 +275,13 @@ function Session:save(grace, reason)
     if after.saved then
       journal:append("saved", { attempt = self.last.attempt, step = after.step })
     end
-    journal:append("attempt_end", {
-      attempt = self.last.attempt,
-      status = verdict.first and verdict.status or 143,
-      kind = "interrupted",
-    })
+    if verdict then
+      journal:append("attempt_end", {
+        attempt = self.last.attempt,
+        status = verdict.first and verdict.status or 143,
+        kind = kind,
+      })
+    end
     journal:close(0, "interrupted")
   end
   return result
@@ -268,8 +296,9 @@ function Session:table_lines()
     lines[#lines + 1] = ("%-20s %-10s %-12s %s"):format(
       nodeset.fold({ member.worker }),
       row.sync_point and tostring(row.sync_point) or "-",
-      outcome.took and ("%.1f s"):format(outcome.took) or "-",
-      outcome.lost and "lost: " .. outcome.lost
+      outcome and outcome.took and ("%.1f s"):format(outcome.took) or "-",
+      not outcome and "still running"
+        or outcome.lost and "lost: " .. outcome.lost
         or outcome.killed and "killed: the grace was over"
         or tostring(outcome.code or outcome.signal and 128 + outcome.signal)
     )
@@ -356,100 +385,12 @@ function M.arithmetic(estimate, bandwidth, grace)
   ):format(SYNC_STEPS, estimate.step, NOTIFIER_POLL, write, estimate.commit, estimate.total, grace)
 end
 
---- Waits until the run's own runner has seen the end and left.
-local function wait_for_runner(run)
-  local deadline = now() + RUNNER_LEAVES
-  while true do
-    local ok, journal = pcall(journals.open, run)
-    if ok then
-      journal:close(0, "interrupted")
-      return
-    elseif not err.is(journal, "busy") or now() > deadline then
-      error(journal, 0)
-    end
-    task.sleep(0.5)
-  end
-end
-
---- Does an event come within so many seconds?
----@param event ciranda.task.Event
----@param seconds number
----@return boolean
-local function comes(event, seconds)
-  local ok, problem = pcall(task.timeout, seconds, event.wait, event)
-  if not ok and not err.is(problem, "timeout") then
-    error(problem, 0)
-  end
-  return ok
-end
-
----@class ciranda.drill.Resumed
----@field first integer? the first step that was done
----@field disagree boolean workers began at different steps
----@field ended ciranda.run.LaunchResult? the command ended before it had done a step
-
---- Starts the same command again in its directory, until it has shown at which step it begins; then leaves it alone.
+--- Has the same command go on, until it has shown at which step it begins: see `ciranda.run.drill_resume`.
 ---@async
 ---@param seconds number how long to wait for a step
 ---@return ciranda.drill.Resumed
 function Session:resume(seconds)
-  local last, options = self.last, self.options
-  wait_for_runner(options.run)
-  local first, tails, resumed, handler = {}, {}, { disagree = false }, nil
-  local seen, all = task.event(), task.event()
-  local count = 0
-  local function on_bytes(worker, bytes)
-    if first[worker] then
-      return
-    end
-    tails[worker] = ((tails[worker] or "") .. bytes):sub(-65536)
-    local step = math.tointeger(tonumber(tails[worker]:match("completed step: (%d+)[^%d]")))
-    if step then
-      first[worker] = step
-      count = count + 1
-      resumed.disagree = resumed.disagree or resumed.first ~= nil and resumed.first ~= step
-      resumed.first = resumed.first or step
-      seen:set()
-      if count == #self.fleet then
-        all:set()
-      end
-    end
-  end
-  local scope <close> = task.scope()
-  local waiting = scope:spawn(function()
-    if comes(seen, seconds) then
-      comes(all, COMPANY)
-    end
-    if handler then
-      handler("SIGHUP", 1)
-    end
-  end)
-  local result = launch.run({
-    fleet = self.fleet,
-    run = options.run,
-    recipe = "autocheckpoint",
-    command = last.command,
-    directory = last.directory,
-    connection = last.connection,
-    use_existing = true,
-    progress = options.progress,
-    json = true,
-    on_interrupt = function(given)
-      handler = given
-      return function()
-        handler = nil
-      end
-    end,
-    checkpoint_directory = self.directory,
-    grace = last.grace,
-    failure_grace = last.failure_grace,
-    on_bytes = on_bytes,
-  })
-  waiting:cancel("the end")
-  if result.kind ~= "detached" then
-    resumed.ended = result
-  end
-  return resumed
+  return require("ciranda.run.drill_resume").resume(self, seconds)
 end
 
 ---@class ciranda.drill.Verdict
@@ -468,7 +409,12 @@ function M.judge(saved, resumed)
     problems[#problems + 1] = format:format(...)
   end
   if not saved.saved then
-    say("nothing was saved")
+    say("not saved: nothing was saved after the signal")
+  elseif saved.disagree then
+    say("the workers stopped at different steps")
+  end
+  if #(saved.running or {}) > 0 then
+    say("%s had not ended long after the grace of %g s", nodeset.fold(saved.running), saved.grace)
   end
   if #saved.killed > 0 then
     say("%s did not end within the grace of %g s", nodeset.fold(saved.killed), saved.grace)
@@ -479,6 +425,8 @@ function M.judge(saved, resumed)
     say("%s was lost", nodeset.fold(saved.lost))
   end
   if resumed then
+    -- Where nothing was saved, what it should have gone on from is the step at which it stopped.
+    local from = saved.saved and saved.step or saved.synced
     if not resumed.first then
       say(
         "the command was started again and did no step%s",
@@ -486,8 +434,13 @@ function M.judge(saved, resumed)
       )
     elseif resumed.disagree then
       say("the workers resumed at different steps")
-    elseif saved.step and resumed.first ~= saved.step + 1 then
-      say("it resumed at step %d, not at %d, the one after the step saved", resumed.first, saved.step + 1)
+    elseif from and resumed.first ~= from + 1 then
+      say(
+        "it resumed at step %d, not at %d, the one after the step %s",
+        resumed.first,
+        from + 1,
+        saved.saved and "saved" or "at which it stopped"
+      )
     end
   end
   return { ok = #problems == 0, problems = problems, saved = saved, resumed = resumed }

@@ -433,6 +433,14 @@ function Gang:stop(grace, reason)
   self.changed:set()
 end
 
+--- Somebody else has the gang stop: who ends from now on was stopped, and nobody is told anything from here.
+---@param grace number seconds
+---@param reason string
+function Gang:expect_stop(grace, reason)
+  self:stop(grace, reason)
+  self.stopping.asked = true
+end
+
 --- Watches until every member has ended; stops the others when one fails.
 ---@return ciranda.run.Cause verdict
 function Gang:watch()

@@ -54,6 +54,7 @@ local M = {}
 ---@field chips integer? of all slices, for the chip-hours lost
 ---@field further ciranda.run.Steps|true|nil this is not the first attempt; what the logs of the one before spoke of
 ---@field environment_of (fun(worker: ciranda.Worker): table<string, string>)? besides `environment`, for one worker
+---@field once boolean? `restarts` are for whoever takes the run up later: this runner makes one attempt
 ---@field unknown_environment boolean? there was an `environment_of` that this runner does not have: `renew` gives it
 
 ---@class ciranda.run.Watching
@@ -323,7 +324,7 @@ local function continue(options, journal, result)
       tell(options, hook, last.attempt, result)
     end
     local pause, used
-    if not result.final then
+    if not result.final and not options.once then
       pause, used = budget:again()
     end
     if not pause then

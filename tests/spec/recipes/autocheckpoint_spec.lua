@@ -78,7 +78,7 @@ describe("autocheckpoint on real sshds", function()
     assert.equal(1, result.code, result.out .. result.err)
     assert.equal("failed", last.kind)
     assert.matches(
-      "^drill failed: nothing was saved; slice.* did not end within the grace of 1 s",
+      "^drill failed: not saved: nothing was saved after the signal; slice.* did not end within the grace of 1 s",
       last.message
     )
     running.program:wait()

@@ -84,16 +84,18 @@ describe("run.drill", function()
           fleet = workers,
           run = run,
           recipe = "multihost_runner",
-          command = ("python3 %s --checkpoint_dir %s --steps 100000 --step-time 0.03 --peer-timeout 5 %s"):format(
-            TRAINER,
-            directory,
-            options.trainer or ""
-          ),
+          command = (options.prefix or "")
+            .. ("python3 %s --checkpoint_dir %s --steps 100000 --step-time 0.03 --peer-timeout 5 %s"):format(
+              TRAINER,
+              directory,
+              options.trainer or ""
+            ),
           json = true,
           progress = progress,
           failure_grace = 1,
           checkpoint_directory = directory,
           restarts = options.restarts,
+          environment = options.environment,
           on_interrupt = function(given)
             handler = given
             return function() end
@@ -231,8 +233,40 @@ describe("run.drill", function()
       1,
       true
     )
+    good.disagree = true
+    assert.matches("the workers stopped at different steps", problems(drill.judge(good)), 1, true)
+    good.disagree, good.running = nil, { { slice = 1, index = 0 } }
+    assert.matches("slice1/worker0 had not ended long after", problems(drill.judge(good)), 1, true)
+    good.running = nil
     good.took = 31
     assert.matches("longer than the grace of 30 s", problems(drill.judge(good)), 1, true)
+  end)
+
+  it("says of a job that saved nothing that it stopped at one step and resumed at another", function()
+    local bad = { saved = false, step = 0, synced = 7, took = 1, grace = 30, killed = {}, lost = {} }
+    local said_of = problems(drill.judge(bad, { first = 1, disagree = false }))
+    assert.matches("not saved: nothing was saved", said_of, 1, true)
+    assert.matches(
+      "it resumed at step 1, not at 8, the one after the step at which it stopped",
+      said_of,
+      1,
+      true
+    )
+  end)
+
+  it("starts the command with all that the run had, and only once", function()
+    local restarts, environment = { user = 3, infra = 1 }, { OF_MINE = "x" }
+    local verdict, run = with_job({
+      slices = 1,
+      restarts = restarts,
+      environment = environment,
+      runner_leaves = true,
+      prefix = '[ "$OF_MINE" = x ] && mkdir first || exit 9; ',
+    }, rehearse(20))
+    assert.matches("did no step: it ended with status 9", problems(verdict), 1, true)
+    local attempts = journal.read(run).attempts
+    assert.equal(2, #attempts)
+    assert.same({ restarts, environment }, { attempts[2].restarts, attempts[2].environment })
   end)
 
   it("does the arithmetic beforehand, from the log and from what is on disk", function()
