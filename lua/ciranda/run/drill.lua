@@ -258,7 +258,10 @@ function Session:observe(grace, kind, act)
     if not outcome then
       table.insert(result.running, member.worker)
     elseif outcome.lost then
-      table.insert(result.lost, member.worker)
+      -- After an event the machine restarts as soon as COMMAND has ended: its record may not be written by then.
+      if not (self.event and after.saved and self.rows[member.worker].sync_point) then
+        table.insert(result.lost, member.worker)
+      end
     elseif outcome.killed then
       table.insert(result.killed, member.worker)
     end
