@@ -8,6 +8,7 @@ local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local job = require("ciranda.run.job")
 local job_view = require("ciranda.run.job_view")
 local journals = require("ciranda.run.journal")
+local ledger = require("ciranda.run.ledger")
 local provisions = require("ciranda.run.provision")
 local topology = require("ciranda.mesh.topology")
 local uv = require("luv")
@@ -131,8 +132,9 @@ local function look_before(flags, tpu, run)
   return object and (earlier.ended and "given" or "killed") or nil, state
 end
 
---- Makes the bundle and puts everything that the machines fetch into the bucket.
-local function upload(context, storage, run, place, before, state)
+--- Makes the bundle and puts everything that the machines fetch into the bucket, when `check` does not refuse: machines
+--- that are there would take it up.
+local function upload(context, storage, run, place, before, state, check)
   local flags = context.flags
   local temporary = fs.tempdir("ciranda-job")
   local _ <close> = setmetatable({}, {
@@ -153,9 +155,8 @@ local function upload(context, storage, run, place, before, state)
     guard = attempt.guard(),
   }
   -- The same command again is the same job; another one would be taken up by machines that do something else.
-  if before and not flags.UPDATE and job.is_published(storage, place, content) then
-    return
-  elseif state and not flags.UPDATE and before ~= "killed" then
+  local same = before and not flags.UPDATE and job.is_published(storage, place, content)
+  if not same and state and not flags.UPDATE and before ~= "killed" then
     err.raise({
       code = "exists",
       target = run,
@@ -164,6 +165,12 @@ local function upload(context, storage, run, place, before, state)
         .. "its machines this code at their next boot; or delete it: ciranda qr delete %s --force"
       ):format(run, state, run),
     })
+  end
+  if not flags.UPDATE then
+    check()
+  end
+  if same then
+    return
   end
   job.publish(storage, place, content)
   context.progress:say(
@@ -206,7 +213,10 @@ function M.run(context)
   place.slices, place.workers = request.slices, shape.hosts * request.slices
   local before, state = look_before(flags, tpu, run)
   local journal <close> = journals.open(run, { recipe = context.name, arguments = context.args })
-  upload(context, storage, run, place, before, state)
+  request.startup_script = job.script({ place = place, run = run, tpu = tpu, storage = storage })
+  upload(context, storage, run, place, before, state, function()
+    ledger.check(journal, tpu, request)
+  end)
   journal:append("job", {
     bucket = place.bucket,
     prefix = place.prefix,
@@ -230,7 +240,6 @@ function M.run(context)
     return 0
   end
   local shown = log_size(storage, place)
-  request.startup_script = job.script({ place = place, run = run, tpu = tpu, storage = storage })
   local provision = provisions.start({
     journal = journal,
     tpu = tpu,

@@ -250,6 +250,39 @@ see_off() {
   exit 0
 }
 
+# A boot cuts off what copies the attempt's log into ours: what came last is brought over from the attempt itself.
+mend_log() {
+  if [ -e "$1/base" ] && [ -e "$1/log" ] && [ ! -e "$1/followed" ]; then
+    { head -c "$(cat "$1/base")" "$log" && cat "$1/log"; } > "$log.part" && mv -f "$log.part" "$log"
+    : > "$1/followed"
+  fi
+}
+
+# The other workers that have finished this generation: at least so many.
+others_finished() {
+  list_objects "finished-${GENERATION}_" && [ "$(grep -c '"name"' "$state/list")" -ge "$1" ]
+}
+
+# A boot between COMMAND's own end and our record of it: another start would do its work twice, or wait for peers that
+# do not come. That it was COMMAND's own is known when nobody asked it to end, no notice was there, and a peer has
+# finished, which may still be looking for notices itself. A lone worker starts again: to take a save upon a notice that
+# was not seen for the end of the job would be worse. It sets status.
+ended_before_boot() {
+  last=$state/attempt-$GENERATION-$(cat "$attempts" 2>/dev/null)
+  [ -e "$last/exit" ] && [ ! -e "$last/interrupted" ] && [ ! -s "$state/notice" ] || return 1
+  status=$(sed -n 's/^{"version":[0-9]*,"status":\([0-9]*\),.*"stopped":false,.*/\1/p' "$last/exit")
+  [ -n "$status" ] || return 1
+  [ "$NUM_WORKERS" -gt 1 ] && persist $((SETTLE * 4)) others_finished 1
+}
+
+# A new machine in the place of one that ran COMMAND, when all others have finished: how it ended here is on a disk that
+# is gone, and there is nobody left to run it with.
+left_alone() {
+  [ ! -e "$attempts" ] && [ "$NUM_WORKERS" -gt 1 ] &&
+    grep -q "\"stage\":\"running\",\"generation\":$GENERATION," "$state/stage-before" 2>/dev/null &&
+    persist 300 others_finished 0 && others_finished $((NUM_WORKERS - 1))
+}
+
 stage fetch
 persist 3600 fetch_job || {
   say "gs://$BUCKET/$PREFIX/ has no job that can be fetched; may the service account read it?"
@@ -266,6 +299,19 @@ if finished_here; then
   say "$place has finished generation $GENERATION; it is not run again"
   see_off
 fi
+attempts=$state/attempts-$GENERATION
+if ended_before_boot; then
+  attempt_number=$(cat "$attempts")
+  mend_log "$state/attempt-$GENERATION-$attempt_number"
+  say "attempt $attempt_number had ended with exit status $status before this boot, and so has the job: not run again"
+  finish "$status"
+  see_off
+elif left_alone; then
+  say "all other workers have finished, and how COMMAND ended on $place was on the machine before this one:" \
+    "status unknown; it is not run alone"
+  finish 1
+  see_off
+fi
 if [ ! -e "$state/bundle-$BUNDLE_SHA256" ]; then
   if ! tar -xzpf "$state/bundle.tar.gz" --no-same-owner -C "$directory"; then
     say "the bundle cannot be unpacked in $directory"
@@ -276,7 +322,6 @@ if [ ! -e "$state/bundle-$BUNDLE_SHA256" ]; then
   : > "$state/bundle-$BUNDLE_SHA256"
   say "unpacked $BUNDLE in $directory"
 fi
-attempts=$state/attempts-$GENERATION
 guard=$state/$GUARD
 chmod 755 "$guard"
 
@@ -382,14 +427,6 @@ somebody_failed() {
   read_object "failed-$GENERATION" "$state/first-failure" && grep -q '"status"' "$state/first-failure"
 }
 
-# A boot cuts off what copies the attempt's log into ours: what came last is brought over from the attempt itself.
-mend_log() {
-  if [ -e "$1/base" ] && [ -e "$1/log" ] && [ ! -e "$1/followed" ]; then
-    { head -c "$(cat "$1/base")" "$log" && cat "$1/log"; } > "$log.part" && mv -f "$log.part" "$log"
-    : > "$1/followed"
-  fi
-}
-
 run_attempt() {
   if [ ! -e "$attempts" ]; then
     sed -n "s/.*\"generation\":$GENERATION,\"attempt\":\([0-9]*\),.*/\1/p" "$state/stage-before" > "$attempts"
@@ -467,6 +504,7 @@ while :; do
   if [ -n "${stopping:-}" ] || ! interrupted "$status"; then
     break
   fi
+  : > "$attempt/interrupted"
   say "attempt $attempt_number ended with exit status $status upon the platform's doing: it goes on when that is over"
   stage interrupted
   persist 60 upload_log

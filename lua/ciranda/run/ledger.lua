@@ -82,6 +82,16 @@ local function earlier_request(journal, tpu, kind, name, asked)
   return known.request_id
 end
 
+--- May this be asked for under its name, by what this run asked for before?
+---@async
+---@param journal ciranda.Journal
+---@param tpu ciranda.gcp.Tpu
+---@param request ciranda.gcp.Request of a queued resource, with `id`
+-- Raises "precondition" where `create` would, and what a call raises.
+function M.check(journal, tpu, request)
+  earlier_request(journal, tpu, "queued_resource", request.id, crypto.hex(crypto.sha256(canonical(request))))
+end
+
 --- Makes something: the intent is on the disk before the call.
 ---@param journal ciranda.Journal
 ---@param tpu ciranda.gcp.Tpu

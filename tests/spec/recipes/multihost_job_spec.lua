@@ -1,8 +1,12 @@
 -- Jobs that run by themselves, on the simulated cloud: the start-up script really runs, at every boot.
 local fs = require("ciranda.io.fs")
+local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
 local storage_of = require("ciranda.gcp.storage")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
+local task = require("ciranda.task")
+local uv = require("luv")
 
 describe("multihost_job on the simulated cloud", function()
   local cloud, storage
@@ -115,4 +119,77 @@ describe("multihost_job on the simulated cloud", function()
     assert.is_nil(state_of("bad"))
     assert.same({}, (storage:list("bucket", { prefix = "bad/" })))
   end)
+
+  it(
+    "refuses another shape under the name of a job that was preempted, whoever asks, and changes nothing",
+    function()
+      local function job(options)
+        local words = {
+          "multihost_job",
+          "--BUCKET_NAME=bucket",
+          "--RUN_NAME=sus",
+          "--CQR_EXTRA_ARGS=--spot",
+          "--COMMAND=" .. (options.command or "[ -e $0 ] || sleep 600"),
+          "--TPU_TYPE=" .. (options.type or "v5litepod-4"),
+          "--NUM_SLICES=" .. (options.slices or 2),
+          "--PREEMPTIONS=0",
+          table.unpack(options),
+        }
+        return words
+      end
+      local function wait_for(state)
+        local deadline = uv.hrtime() + 60e9
+        while state_of("sus") ~= state do
+          assert.is_true(uv.hrtime() < deadline, "never " .. state)
+          task.sleep(0.2)
+        end
+      end
+      local runner = cloud:start_program(table.unpack(job({ "--follow=true" })))
+      wait_for("ACTIVE")
+      runner.program:signal("SIGKILL")
+      runner.wait()
+      local answer = http.request({
+        method = "POST",
+        url = cloud.simulator.url .. "/sim/v1/nodes/sus-1:preempt",
+        body = '{"notice":0}',
+      })
+      assert.equal(200, answer.status, answer.body)
+      wait_for("SUSPENDED")
+      local generation, first =
+        read("sus/generation"), cloud:run("qr", "describe", "sus", "--format=json").out
+
+      -- Who gave it asks for another type and COMMAND, another type, another number of slices.
+      for _, options in ipairs({
+        { type = "v5litepod-8", command = "echo other", "--follow=true" },
+        { type = "v5litepod-8" },
+        { slices = 3, "--follow=true" },
+      }) do
+        local result = cloud:run(table.unpack(job(options)))
+        assert.equal(1, result.code, result.err)
+        assert.matches(
+          "sus, which run sus asked for before, was another request, and is SUSPENDED: delete it first",
+          result.err,
+          1,
+          true
+        )
+      end
+      -- Somebody else, whose machine knows nothing of it.
+      local argv = cloud:command(job({ type = "v5litepod-8", "--follow=true" }))
+      argv.env.XDG_STATE_HOME = cloud.root .. "/other-state"
+      argv.timeout = 100
+      local other = process.run(argv)
+      assert.equal(1, other.code, other.stderr)
+      assert.matches("queued resource sus exists already and is SUSPENDED", other.stderr, 1, true)
+
+      assert.equal(generation, read("sus/generation"))
+      assert.equal(first, cloud:run("qr", "describe", "sus", "--format=json").out)
+      assert.matches("of 2 workers have finished", cloud:run("job_status", "sus").err, 1, true)
+      -- As it was, and with nothing to be asked for again, it ends with the reason; it is known, and can go.
+      local same = cloud:run(table.unpack(job({ "--follow=true" })))
+      assert.equal(1, same.code, same.err)
+      assert.matches("sus", cloud:run("gc").out, 1, true)
+      assert.equal(0, cloud:run("qr", "delete", "sus", "--force").code)
+      assert.is_nil(state_of("sus"))
+    end
+  )
 end)

@@ -3,6 +3,8 @@
 local boot = require("ciranda.run.job_boot")
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
+local task = require("ciranda.task")
+local uv = require("luv")
 
 describe("a job's start-up script", function()
   local state
@@ -207,5 +209,101 @@ chmod 755 "$guard"
       assert.same({ 0, #answers }, { code, calls }, before)
       assert.matches('{"notice":"preempted","value":"TRUE",', fs.read(state .. "/shown"), 1, true)
     end
+  end)
+
+  it("does not run again what had ended before the boot, once a peer has finished too", function()
+    local names = { "persist", "others_finished", "ended_before_boot" }
+    local own = '{"version":1,"status":7,"leader":{"code":7},"stopped":false,"reason":""}'
+    local stubs = "SETTLE=0 GENERATION=1 attempts=$state/attempts-1\n"
+      .. 'list_objects() { printf \'%s\' "$listed" > "$state/list"; }\n'
+    for _, case in ipairs({
+      { own, 'listed=\'"name":"a"\'', "NUM_WORKERS=2", 0 },
+      { own, "listed=", "NUM_WORKERS=2", 1 }, -- it may have been the platform: the others go on as well
+      { own, "listed=", "NUM_WORKERS=1", 1 }, -- nobody can be asked
+      { own, 'listed=\'"name":"a"\'', "NUM_WORKERS=2", 1, "notice" },
+      { own, 'listed=\'"name":"a"\'', "NUM_WORKERS=2", 1, "attempt-1-3/interrupted" },
+      { own:gsub("false", "true"), 'listed=\'"name":"a"\'', "NUM_WORKERS=2", 1 },
+      { nil, 'listed=\'"name":"a"\'', "NUM_WORKERS=2", 1 },
+    }) do
+      fs.remove_tree(state)
+      fs.mkdir_p(state .. "/attempt-1-3")
+      fs.write(state .. "/attempts-1", "3\n")
+      if case[1] then
+        fs.write(state .. "/attempt-1-3/exit", case[1] .. "\n")
+      end
+      if case[5] then
+        fs.write(state .. "/" .. case[5], "x")
+      end
+      local what = stubs .. case[2] .. " " .. case[3] .. '\nended_before_boot && [ "$status" = 7 ]\n'
+      assert.equal(case[4], (run(names, {}, what)), what)
+    end
+  end)
+
+  it(
+    "does not start alone on a new machine when all others have finished: how it ended is unknown",
+    function()
+      local names = { "persist", "others_finished", "left_alone" }
+      local stubs = "GENERATION=1 NUM_WORKERS=3 attempts=$state/attempts-1\n"
+        .. 'list_objects() { printf \'%b\' "$listed" > "$state/list"; }\n'
+      local two, one = 'listed=\'"name":"a"\\n"name":"b"\\n\'', 'listed=\'"name":"a"\\n\''
+      local ran = '{"stage":"running","generation":1,"attempt":1,"time":"t"}'
+      for _, case in ipairs({
+        { ran, two, 0 },
+        { ran, one, 1 },
+        { ran:gsub("running", "interrupted"), two, 1 },
+        { ran:gsub('"generation":1', '"generation":2'), two, 1 },
+        { "", two, 1 },
+        { ran, two, 1, "attempts-1" }, -- the machine that ran it: it was cut off, and goes on
+      }) do
+        fs.remove_tree(state)
+        fs.mkdir(state)
+        fs.write(state .. "/stage-before", case[1])
+        if case[4] then
+          fs.write(state .. "/" .. case[4], "1\n")
+        end
+        local code = run(names, {}, stubs .. case[2] .. "\nleft_alone && exit 0\nexit 1\n")
+        assert.equal(case[3], code, case[1] .. case[2])
+      end
+    end
+  )
+
+  it("gives up a bucket that takes a connection and never answers, reads or goes on", function()
+    -- What is waited for is shorter here; how long it is in the script is looked at besides.
+    local limit = tonumber(boot:match("%-%-speed%-limit 1 %-%-speed%-time (%d+)"))
+    assert.is_true(limit <= 60)
+    local call = body_of("call"):gsub("%-%-speed%-time %d+", "--speed-time 1")
+    local server = assert(uv.new_tcp())
+    server:bind("127.0.0.1", 0)
+    local taken = {}
+    server:listen(16, function()
+      local client = uv.new_tcp()
+      server:accept(client)
+      taken[#taken + 1] = client
+      client:read_start(function(_, bytes)
+        -- An answer that begins, and does not go on.
+        if bytes and bytes:find("GET /half", 1, true) then
+          client:write("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nhalf")
+        elseif bytes and bytes:find("POST /deaf", 1, true) then
+          client:read_stop()
+        end
+      end)
+    end)
+    fs.write(state .. "/large", ("x"):rep(16777216), { sync = false })
+    local url = ("http://127.0.0.1:%d"):format(server:getsockname().port)
+    local calls = {
+      url .. "/none",
+      url .. "/half",
+      ("-H Expect: -X POST -T '%s/large' %s/deaf"):format(state, url),
+      ("-X POST -T '%s/large' %s/read"):format(state, url),
+    }
+    task.map(calls, function(arguments)
+      local script = call .. "call -o /dev/null " .. arguments .. " 2>/dev/null\n"
+      local result = process.run({ "sh", stdin = script, timeout = 60 })
+      assert.equal(28, result.code, arguments) -- curl's for an operation that takes too long
+    end)
+    for _, client in ipairs(taken) do
+      client:close()
+    end
+    server:close()
   end)
 end)
