@@ -5,6 +5,7 @@
 -- started again, and a log is followed from the byte after the last one that arrived.
 local err = require("ciranda.io.error")
 local following = require("ciranda.run.following")
+local lag = require("ciranda.io.lag")
 local link_of = require("ciranda.fleet.link")
 local pace = require("ciranda.fleet.pace")
 local records = require("ciranda.run.record")
@@ -67,6 +68,7 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field setup_done boolean? its SETUP had been done before
 ---@field received integer bytes of the log that have been handed on
 ---@field last_contact number when the worker last answered, on the clock that only grows
+---@field heard number the same on the clock that stands still while this program does not run
 ---@field grew number when its log is known to have grown last, on the same clock
 local Attempt = {}
 Attempt.__index = Attempt
@@ -129,6 +131,7 @@ function M.new(spec)
     received = 0,
     lost_after = 180,
     last_contact = now(),
+    heard = lag.clock(),
     grew = now(),
     idle = IDLE,
     path = ("%s/%s/%s"):format(ROOT, spec.run, spec.id),
@@ -151,6 +154,11 @@ function Attempt:set_phase(phase)
   end
 end
 
+--- Notes that the worker has answered.
+function Attempt:hear()
+  self.last_contact, self.heard = now(), lag.clock()
+end
+
 --- Runs a script with the worker's sh, whatever the login shell is.
 ---@private
 ---@param script string without single quotes
@@ -161,7 +169,7 @@ function Attempt:shell(script, options)
   options.timeout = options.timeout or SHORT
   return self.link:use(function(connection)
     local answer = connection:exec("sh -c " .. quote(script), options)
-    self.last_contact = now()
+    self:hear()
     return answer
   end)
 end
@@ -243,7 +251,7 @@ function Attempt:ask_guard(arguments, options, path, with_status)
       line = ("%s; code=$?; %s >&2; exit $code"):format(words(arguments), words("status %s"))
     end
     local answer = connection:exec("sh -c " .. quote(line), options)
-    self.last_contact = now()
+    self:hear()
     return answer
   end)
 end
@@ -281,7 +289,7 @@ local function is_slow(problem)
 end
 
 --- Repeats `fn` while the connection breaks, until it has been broken for too long. While its handshake waits for its
---- turn a worker has not failed to answer.
+--- turn, or this program does not run, a worker has not failed to answer.
 ---@param seconds number
 ---@param what string
 ---@param fn fun(): any
@@ -289,7 +297,7 @@ end
 ---@return any
 -- Raises "lost" when it did not succeed in time.
 function Attempt:persist(seconds, what, fn, patience)
-  local began, waited = now(), self.link.waited
+  local began, waited = lag.clock(true), self.link.waited
   local pause = 0.2
   while true do
     local tried = now()
@@ -304,7 +312,7 @@ function Attempt:persist(seconds, what, fn, patience)
     if self.last_contact > tried then
       pause, waited = 0.1, self.link.waited -- it got somewhere this time
     end
-    local silent = now() - math.max(began, self.last_contact) - (self.link.waited - waited)
+    local silent = lag.clock(true) - math.max(began, self.heard) - (self.link.waited - waited)
     if silent > (patience and is_slow(problem) and patience or seconds) then
       err.raise({
         code = "lost",

@@ -1,5 +1,6 @@
 --- Following an attempt: its log as it grows, through lost connections, to its exit record.
 local err = require("ciranda.io.error")
+local lag = require("ciranda.io.lag")
 local link_of = require("ciranda.fleet.link")
 local records = require("ciranda.run.record")
 local task = require("ciranda.task")
@@ -41,17 +42,17 @@ local function follow_once(attempt, sink)
         endless = true,
         on_stdout = function(bytes)
           attempt.received = attempt.received + #bytes
-          attempt.last_contact = now()
+          attempt:hear()
           attempt.grew = attempt.last_contact
           sink(bytes)
         end,
       }, nil, true)
     end,
     function()
-      local began = now()
+      local began = lag.clock()
       repeat
         task.sleep(attempt.idle / 4)
-      until now() - math.max(began, attempt.last_contact) > attempt.idle + SHORT
+      until lag.clock() - math.max(began, attempt.heard) > attempt.idle + SHORT
     end,
     function()
       if attempt.leader and not attempt.leader_told then

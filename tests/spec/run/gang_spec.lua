@@ -504,6 +504,36 @@ describe("run.gang", function()
     assert.matches("has not answered", verdict.first.lost)
   end)
 
+  it("does not count as silence that it did not run itself", function()
+    make(1, 2)
+    local flag = root .. "/end"
+    local one =
+      gang_of(("while [ ! -e %s ]; do sleep 0.05; done; echo over"):format(flag), { lost_after = 3 })
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        task.sleep(0.3)
+        machines["0.0"].down = true
+        machines["0.0"]:break_all()
+        uv.sleep(4000)
+        machines["0.0"].down = false
+        -- Until it is followed again, or given up.
+        local commands = #machines["0.0"].commands
+        while #machines["0.0"].commands == commands and not one.members[1].outcome do
+          task.sleep(0.05)
+        end
+        io.open(flag, "w"):close()
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal(0, verdict.status)
+    assert.equal("over\n", one.logs["0.0"])
+  end)
+
   it("stops all on request: TERM at once, and says that they were stopped", function()
     make(1, 2)
     local one = gang_of("trap 'echo saving; exit 0' TERM; sleep 300 & : > ../up; wait", {})
