@@ -73,8 +73,9 @@ def from_runner(limit):
 
 
 def exactly(peer, size):
-    data = b""
+    data, end = b"", time.monotonic() + order["connect"]
     while len(data) < size:
+        peer.settimeout(max(0.001, end - time.monotonic()))
         more = peer.recv(size - len(data))
         if not more:
             raise OSError("the connection was closed")
@@ -104,10 +105,13 @@ def store(more):
 
 
 def fetch(address, port):
+    late = "no connection within %(connect)g s: does a firewall keep workers from each other's TCP ports?"
     try:
         with socket.create_connection((address, int(port)), order["connect"]) as peer:
+            late = "it took the connection and did not answer within %(connect)g s"
             peer.sendall(answer(exactly(peer, 32)))
             peer.settimeout(order["stall"])
+            late = "nothing came for %(stall)g s"
             mark, got = time.monotonic(), 0
 
             def more(limit):
@@ -124,6 +128,8 @@ def fetch(address, port):
                 return data
 
             store(more)
+    except socket.timeout:
+        return say("failed", late % order)
     except Exception as problem:
         return say("failed", problem or type(problem).__name__)
     use()

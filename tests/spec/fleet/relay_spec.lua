@@ -226,6 +226,45 @@ except FileExistsError:
     assert.is_truthy(fs.exists(root .. "/first"))
   end)
 
+  -- A socket to which no connection comes about: its queue is full, as if a firewall dropped what is sent there.
+  local SERVES = [[
+                door.listen(GUESTS)
+                threading.Thread(target=welcome, args=(door,), daemon=True).start()
+]]
+  local FULL = "door.listen(0); full = [door] + [socket.socket(door.family) for _ in range(4)]; "
+    .. "[s.setblocking(False) or s.connect_ex(door.getsockname()) for s in full[1:]]; children.append(full)"
+
+  it("gives those who get no connection to a worker to another", function()
+    relay.CONNECT = 2
+    make(1, 6)
+    alter("            child.kill()\n", "            getattr(child, 'kill', list)()\n")
+    alter(
+      SERVES,
+      first(
+        16,
+        FULL,
+        "door.listen(GUESTS); threading.Thread(target=welcome, args=(door,), daemon=True).start()"
+      )
+    )
+    check(push())
+    assert.is_truthy(fs.exists(root .. "/first"))
+  end)
+
+  it("says who gets no connection to whom and what to look at, and sends it over the connections", function()
+    relay.CONNECT = 1
+    make(1, 6)
+    alter("            child.kill()\n", "            getattr(child, 'kill', list)()\n")
+    alter(SERVES, (" "):rep(16) .. FULL .. "\n")
+    local results = push()
+    check(results)
+    assert.equal(0, fetched(results))
+    assert.matches(
+      "^slice 0 worker %d could not fetch from other workers %(slice 0 worker %d at 127.88.0.%d:%d+: no connection "
+        .. "within 1 s: does a firewall keep workers from each other's TCP ports%?%): over the connection instead$",
+      notes[1]
+    )
+  end)
+
   it("refuses what is not what was sent, and sends it over the connection", function()
     make(1, 8)
     alter("                guest.sendall(data)", "                guest.sendall(bytes(len(data)))")
@@ -455,6 +494,88 @@ print(len(nonce), len(data), hashlib.sha256(data).hexdigest())
       assert.is_nil(process.run({ "ls", "-A", machines["0.0"].home }).stdout:find("push", 1, true))
       program.stdin:close()
       assert.equal(0, program:wait().code)
+    end)
+
+    it("leaves in time who does not let it in, does not answer, or stops half-way", function()
+      order.connect, order.stall = 2, 2
+      local server = [[
+import hashlib, hmac, os, socket, sys, threading, time
+token, size = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
+def full(door):
+    door.listen(0)
+    peers = [socket.socket() for _ in range(4)]
+    for peer in peers:
+        peer.setblocking(False)
+        peer.connect_ex(door.getsockname())
+    return peers
+def serve(how):
+    def run(door):
+        door.listen(9)
+        def loop():
+            while True:
+                try:
+                    how(door.accept()[0])
+                except OSError:
+                    pass
+        threading.Thread(target=loop, daemon=True).start()
+    return run
+def silent(peer):
+    time.sleep(1000)
+def drip(peer):
+    for _ in range(32):
+        peer.sendall(b"x")
+        time.sleep(0.3)
+    peer.close()
+def give(peer, count):
+    nonce = os.urandom(32)
+    peer.sendall(nonce)
+    if peer.recv(32, socket.MSG_WAITALL) == hmac.new(token, nonce, "sha256").digest():
+        peer.sendall(b"x" * count)
+def half(peer):
+    give(peer, size // 2)
+    time.sleep(1000)
+def whole(peer):
+    give(peer, size)
+    peer.close()
+kept = []
+for start in (full, serve(silent), serve(drip), serve(half), serve(whole)):
+    door = socket.socket()
+    door.bind(("127.88.2.1", 0))
+    kept += [door, start(door)]
+    print(door.getsockname()[1], flush=True)
+sys.stdin.read()
+]]
+      local peers = process.spawn({
+        "/usr/bin/python3",
+        "-c",
+        server,
+        order.token,
+        tostring(order.size),
+        stdin = process.PIPE,
+        stdout = process.PIPE,
+      })
+      local ports = ""
+      while select(2, ports:gsub("\n", "")) < 5 do
+        ports = ports .. assert(peers.stdout:read())
+      end
+      local next_port = ports:gmatch("%d+")
+      local _, line = start()
+      assert.equal("ready", line())
+      for _, answer in ipairs({
+        "failed no connection within 2 s: does a firewall keep workers from each other's TCP ports?",
+        "failed it took the connection and did not answer within 2 s",
+        "failed it took the connection and did not answer within 2 s",
+        "failed nothing came for 2 s",
+      }) do
+        program.stdin:write(("fetch 127.88.2.1 %s\n"):format(next_port()))
+        assert.equal(answer, line())
+      end
+      program.stdin:write(("fetch 127.88.2.1 %s\n"):format(next_port()))
+      assert.matches("^have 127.88.1.1 %d+$", line())
+      peers.stdin:close()
+      peers:wait()
+      program.stdin:close()
+      program:wait()
     end)
 
     it("keeps nothing that is not what the runner announced", function()
