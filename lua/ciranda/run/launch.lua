@@ -439,6 +439,8 @@ function M.attach(options)
     }
   else
     local round <close> = rounds.new(mine, journal, last.attempt)
+    local stop = last.stopped
+    round.stop_begun = stop and tostring(stop.reason):find(" to the runner$") and stop or nil
     result = round:rejoin()
   end
   result = continue(mine, journal, result)

@@ -46,6 +46,7 @@ local FOLLOW_ALL = 64
 ---@field result ciranda.run.LaunchResult? once it has ended
 ---@field steps ciranda.run.Steps
 ---@field stopping string? the signal upon which it stops
+---@field stop_begun { reason: string, grace: number }? an earlier runner's stop by its user, to be carried on
 ---@field notice ciranda.run.Notice? upon which it stops
 ---@field named ciranda.run.Outcome? the failure that has been told
 ---@field at_once ciranda.task.Event who leaves a stop is to leave at once
@@ -291,6 +292,14 @@ function Round:watch(gang)
     end
   end
   local before
+  -- A runner that was killed in the middle of a user's stop may not have told all; who knows of it takes it once.
+  local begun = self.stop_begun
+  if begun then
+    self.stopping = begun.reason:match("^%S+")
+    self:say("%s is taken up: TERM to whoever has not had it, KILL after %g s", begun.reason, begun.grace)
+    before = self.steps:look_before()
+    gang:stop(begun.grace, begun.reason)
+  end
   while true do
     local what = self:wait(finished)
     if what == "finished" then

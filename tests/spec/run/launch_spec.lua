@@ -259,6 +259,17 @@ describe("run.launch", function()
       1,
       true
     )
+    attempt_of.new = new
+    -- The next one tells them: with 2 workers still up it would wait for ever.
+    result = launch.attach({
+      run = "r1",
+      connect_options = { connect = connect, retry_for = 2 },
+      progress = options.progress,
+      json = true,
+      on_interrupt = options.on_interrupt,
+    })
+    assert.same({ 130, "interrupted" }, { result.status, result.kind }, text())
+    assert.matches("SIGINT to the runner is taken up: TERM to whoever has not had it", text(), 1, true)
   end)
 
   it("says not saved of one that leaves with 0 without a save", function()
