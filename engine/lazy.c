@@ -1,6 +1,7 @@
 /* lazy.c - see lazy.h. */
 #include "lazy.h"
 #include "lazy_curl.h"
+#include "lazy_edit.h"
 #include "lazy_microhttpd.h"
 
 #include <dlfcn.h>
@@ -47,6 +48,19 @@ const char *cir_microhttpd_load(void) {
   const char *problem =
       loaded ? NULL
              : cir_lazy_load(CIR_MICROHTTPD_LIBRARY, symbols, sizeof symbols / sizeof symbols[0]);
+  loaded = problem == NULL;
+  return problem;
+}
+
+#define SYMBOL_EDIT(name) {#name, (void (**)(void))(void *)&cir_edit.of_##name},
+
+struct cir_edit_symbols cir_edit;
+
+const char *cir_edit_load(void) {
+  static const cir_lazy_symbol symbols[] = {CIR_EDIT_SYMBOLS(SYMBOL_EDIT)};
+  static bool loaded;
+  const char *problem =
+      loaded ? NULL : cir_lazy_load(CIR_EDIT_LIBRARY, symbols, sizeof symbols / sizeof symbols[0]);
   loaded = problem == NULL;
   return problem;
 }

@@ -7,10 +7,10 @@
  * program does.
  */
 #include "callback.h"
+#include "lazy_edit.h"
 #include "modules.h"
 #include "options.h"
 
-#include <editline/readline.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -137,6 +137,9 @@ static int l_start(lua_State *L) {
   if (E.open)
     return luaL_error(L, "the line editor is in use");
   E.rt = cir_runtime_of(L);
+  const char *problem = cir_edit_load();
+  if (problem != NULL)
+    return luaL_error(L, "the line editor cannot be used: %s", problem);
   if (!E.listening) {
     int status = uv_poll_init(cir_loop(E.rt), &E.poll, STDIN_FILENO);
     if (status < 0)
@@ -214,6 +217,8 @@ static int l_remember(lua_State *L) {
   const char *text = luaL_checkstring(L, 1);
   if (text[0] == '\0')
     return 0;
+  if (!E.listening)
+    return luaL_error(L, "the line editor is not started");
   add_history(text);
   if (E.history_path == NULL)
     return 0;

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { CIR_SLAB = 256 * 1024 };
+enum { CIR_SLAB = 128 * 1024 };
 
 struct cir_piece {
   cir_piece *next;
