@@ -15,6 +15,6 @@ int luaopen_ciranda_core_ssh(lua_State *L);    /* ciranda.core.ssh: ssh_module.c
 int luaopen_ciranda_core_crypto(lua_State *L); /* ciranda.core.crypto: crypto.c */
 int luaopen_ciranda_core_edit(lua_State *L);   /* ciranda.core.edit: line_editor.c */
 int luaopen_ciranda_core_keeper(lua_State *L); /* ciranda.core.keeper: keeper.c */
-int luaopen_ciranda_core_json(lua_State *L);   /* ciranda.core.json: json_decode.c */
+int luaopen_ciranda_core_json(lua_State *L);   /* ciranda.core.json: json_scan.c */
 
 #endif

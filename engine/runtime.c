@@ -8,6 +8,7 @@
 #include "modules.h"
 
 #include <assert.h>
+#include <lua-cjson.h>
 #include <lualib.h>
 #include <luv/lhandle.h>
 #include <luv/luv.h>
@@ -370,6 +371,7 @@ static int open_luv(lua_State *L) {
 }
 
 static const luaL_Reg PRELOAD[] = {{"luv", open_luv},
+                                   {"cjson", luaopen_cjson},
                                    {"ciranda.core.engine", luaopen_ciranda_core_engine},
                                    {"ciranda.core.http", luaopen_ciranda_core_http},
                                    {"ciranda.core.server", luaopen_ciranda_core_server},

@@ -1,19 +1,13 @@
 ---@meta ciranda.core.json
 
---- JSON becomes Lua values (engine/json_decode.c).
+--- What must be known of a JSON text before it is decoded (engine/json_scan.c).
 ---@class ciranda.core.json
----@field null lightuserdata
----@field max_depth integer deepest nesting that is read
 local json = {}
 
---- Decode a text.
+--- Look through a text.
 ---@param text string
----@param object table metatable of empty objects
----@param array table metatable of empty arrays
----@return any value nil after a failure: JSON's null is not nil
----@return integer? place the byte, from 1, at which the text is wrong
----@return string? what is wrong there
----@return boolean? invalid whether it is not UTF-8 there
-function json.decode(text, object, array) end
+---@return integer? bad place of the first byte that is not UTF-8
+---@return boolean special whether there is a number outside strings, or an empty array or object
+function json.scan(text) end
 
 return json

@@ -1,12 +1,16 @@
 --- JSON, exact in both directions.
 ---
---- The engine decodes (engine/json_decode.c). Encoding is done here: dkjson writes floats with 14 digits, an object
---- with the single key "n" as an array, and a table with holes as whatever it finds.
+--- lua-cjson decodes, but is not exact alone: it makes every number a float and cannot tell `[]` from `{}`; what it
+--- makes of a text with numbers or empty tables is gone through once more, and a text in which it meets an integer
+--- beyond 2^53 or an empty array is decoded again by dkjson, which takes some ten times as long. Encoding is done here:
+--- dkjson writes floats with 14 digits, an object with the single key "n" as an array, and a table with holes as
+--- whatever it finds; cjson sorts no keys.
 ---
 --- Numbers: what is integral and smaller than 2^53 in magnitude, and every integer literal that fits in 64
 --- bits, becomes a Lua integer; the rest a float. Integers and floats are written so that reading them gives
 --- the same.
 
+local cjson = require("cjson")
 local core = require("ciranda.core.json")
 local errors = require("ciranda.io.error")
 
@@ -14,12 +18,18 @@ local M = {}
 
 --- JSON's null. It is true in conditions, compares with `==`, and is the same in every instance of this
 --- module.
-M.null = core.null
+M.null = cjson.null
 
 --- Deepest nesting that is read or written.
-M.MAX_DEPTH = core.max_depth
+M.MAX_DEPTH = 256
 
 local EXACT = 2 ^ 53
+local LONG_INTEGER = ("%d"):rep(16)
+local tointeger = math.tointeger
+
+local parser = cjson.new()
+parser.decode_max_depth(M.MAX_DEPTH)
+parser.decode_invalid_numbers(false)
 
 local OBJECT = { __jsontype = "object" }
 local ARRAY = { __jsontype = "array" }
@@ -50,23 +60,87 @@ end
 
 -- Decoding --------------------------------------------------------------------------------------------------
 
+--- What a number that cjson has read is; a second value, true, when cjson may have rounded it.
+local function exact(number)
+  if number > -EXACT and number < EXACT then
+    return tointeger(number) or number
+  end
+  return number, true
+end
+
+--- Turn integral floats into integers and mark empty tables that are not marked as objects, in place.
+---@param value table
+---@return boolean rounded whether there is a number that cjson may have rounded
+---@return boolean empty whether there is an empty table, which may have been an array
+local function finish(value)
+  local key, field = next(value)
+  if key == nil then
+    if not getmetatable(value) then
+      setmetatable(value, OBJECT)
+    end
+    return false, true
+  end
+  local rounded, empty = false, false
+  repeat
+    local kind = type(field)
+    if kind == "table" then
+      local inner_rounded, inner_empty = finish(field)
+      rounded, empty = rounded or inner_rounded, empty or inner_empty
+    elseif kind == "number" then
+      local number, inexact = exact(field)
+      value[key] = number -- assigning to an existing field is allowed while traversing
+      rounded = rounded or inexact or false
+    end
+    key, field = next(value, key)
+  until key == nil
+  return rounded, empty
+end
+
+--- `finish` for any value.
+local function finished(value)
+  if type(value) == "table" then
+    return value, finish(value)
+  elseif type(value) == "number" then
+    return exact(value)
+  end
+  return value
+end
+
 --- Decode a JSON text.
 ---@param text string
 ---@param target string? where the text came from, for the message
+---@param loose boolean? for who only reads it: an empty array is like an empty object, which costs less
 ---@return any value
 --- Raises "parse" for what is not JSON, for invalid UTF-8, and for nesting deeper than MAX_DEPTH.
-function M.decode(text, target)
+function M.decode(text, target, loose)
   if type(text) ~= "string" then
     errors.misuse(2, "json.decode: a string expected, got %s", type(text))
   end
-  local value, place, what, invalid = core.decode(text, OBJECT, ARRAY)
-  if value == nil then
+  local place, special = core.scan(text)
+  if place then
     errors.raise({
       code = "parse",
       op = "json.decode",
       target = target,
-      message = ("%s%s at byte %d"):format(invalid and "" or "not JSON: ", what, place),
+      message = ("not valid UTF-8 at byte %d"):format(place),
     })
+  end
+  local ok, value = pcall(parser.decode, text)
+  if not ok then
+    errors.raise({
+      code = "parse",
+      op = "json.decode",
+      target = target,
+      message = "not JSON: " .. errors.text(value),
+    })
+  end
+  if not special then
+    return value
+  end
+  local rounded, empty
+  value, rounded, empty = finished(value)
+  if rounded and text:find(LONG_INTEGER) or empty and not loose and text:find("%[%s*%]") then
+    value = finished(require("dkjson").decode(text, 1, M.null, OBJECT, ARRAY))
   end
   return value
 end

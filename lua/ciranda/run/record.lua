@@ -9,7 +9,7 @@ local M = {}
 ---@return table?
 function M.reply(text)
   local line = ("\n" .. (text or "")):match(".*\n(%b{})%s*$")
-  local ok, value = pcall(json.decode, line or "")
+  local ok, value = pcall(json.decode, line or "", nil, true)
   return ok and type(value) == "table" and value or nil
 end
 

@@ -8,7 +8,13 @@ local function read_json(path)
   local file = assert(io.open(path))
   local text = file:read("a")
   file:close()
-  return require("dkjson").decode(text)
+  for _, name in ipairs({ "cjson", "dkjson" }) do
+    local ok, json = pcall(require, name)
+    if ok then
+      return json.decode(text)
+    end
+  end
+  error("neither cjson nor dkjson is installed")
 end
 
 local function rules_of_fixture()
