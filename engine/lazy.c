@@ -52,7 +52,8 @@ const char *cir_microhttpd_load(void) {
   return problem;
 }
 
-#define SYMBOL_EDIT(name) {#name, (void (**)(void))(void *)&cir_edit.of_##name},
+#define SYMBOL_EDIT(left, right)                                                                   \
+  {#left "_" #right, (void (**)(void))(void *)&cir_edit.of_##left##_##right},
 
 struct cir_edit_symbols cir_edit;
 

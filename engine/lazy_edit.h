@@ -9,16 +9,17 @@
 
 #include <editline/readline.h>
 
+/* Each name in two halves: whole, it is one of the macros below. */
 /* clang-format off */
 #define CIR_EDIT_SYMBOLS(X) \
-  X(add_history) X(read_history) X(rl_attempted_completion_function) \
-  X(rl_attempted_completion_over) X(rl_callback_handler_install) X(rl_callback_handler_remove) \
-  X(rl_callback_read_char) X(rl_catch_signals) X(rl_completer_word_break_characters) \
-  X(rl_completion_append_character) X(rl_forced_update_display) X(rl_initialize) \
-  X(rl_line_buffer) X(rl_readline_name) X(stifle_history) X(using_history) X(write_history)
+  X(add, history) X(read, history) X(rl, attempted_completion_function) \
+  X(rl, attempted_completion_over) X(rl, callback_handler_install) X(rl, callback_handler_remove) \
+  X(rl, callback_read_char) X(rl, catch_signals) X(rl, completer_word_break_characters) \
+  X(rl, completion_append_character) X(rl, forced_update_display) X(rl, initialize) \
+  X(rl, line_buffer) X(rl, readline_name) X(stifle, history) X(using, history) X(write, history)
 /* clang-format on */
 
-#define CIR_EDIT_SYMBOL(name) __typeof__(name) *of_##name;
+#define CIR_EDIT_SYMBOL(left, right) __typeof__(left##_##right) *of_##left##_##right;
 extern struct cir_edit_symbols { CIR_EDIT_SYMBOLS(CIR_EDIT_SYMBOL) } cir_edit;
 
 /* Load the library once. Returns NULL, or a text that says why it cannot be. */
