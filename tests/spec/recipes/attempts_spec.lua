@@ -32,6 +32,9 @@ describe("multihost_runner on machines that are lost", function()
     assert.equal(200, answer.status, answer.body)
   end
 
+  -- How long a run's training takes: what a notice interrupts must not have come to its end before.
+  local LENGTH = { r2 = "--until $CIRANDA_SIM_SHARED/r2-end" }
+
   local function start(run, ...)
     return cloud:start_program(
       "multihost_runner",
@@ -40,7 +43,7 @@ describe("multihost_runner on machines that are lost", function()
       "--FAILURE_GRACE=2",
       ("--COMMAND=python3 train.py --checkpoint_dir $CIRANDA_SIM_SHARED/%s --step-time 0.02 --save-every 10 "):format(
         run
-      ) .. "--peer-timeout 8 --steps 60",
+      ) .. "--peer-timeout 8 " .. (LENGTH[run] or "--steps 60"),
       "--CHECKPOINT_DIR=$CIRANDA_SIM_SHARED/" .. run,
       ...
     )
@@ -61,7 +64,7 @@ describe("multihost_runner on machines that are lost", function()
 
   local function attempts(run)
     local list = {}
-    for line in fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(cloud.root, run)):gmatch("[^\n]+") do
+    for line in fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(cloud.root, run)):gmatch("([^\n]+)\n") do
       local fact = json.decode(line)
       if fact.fact == "attempt" then
         list[#list + 1] = fact
@@ -115,6 +118,10 @@ describe("multihost_runner on machines that are lost", function()
         timeout = 20,
       })
       assert.equal(200, answer.status, answer.body)
+      cloud_support.wait("another attempt", function()
+        return #attempts("r2") == 2
+      end)
+      fs.write(cloud.simulator.env.CIRANDA_SIM_SHARED .. "/r2-end", "")
       local result = running.wait()
       assert.equal(0, result.code, result.err)
       local list = attempts("r2")
