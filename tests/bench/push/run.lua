@@ -63,7 +63,7 @@ local server = support.server({
   authorized = { support.key("ed25519") },
   config = {
     "MaxStartups 1000:30:2000",
-    "LogLevel QUIET",
+    "LogLevel INFO",
     "Subsystem sftp " .. SFTP_SERVER,
     "ForceCommand " .. SESSION,
   },

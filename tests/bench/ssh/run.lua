@@ -100,7 +100,7 @@ end
 
 local server = support.server({
   authorized = { support.key("ed25519"), support.key("rsa") },
-  config = { "MaxStartups 10000:30:20000", "LogLevel QUIET" },
+  config = { "MaxStartups 10000:30:20000", "LogLevel INFO" },
   every_address = true,
 })
 local port, user = server.port, server.user

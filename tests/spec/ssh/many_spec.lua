@@ -6,7 +6,7 @@ describe("many sessions at once", function()
   local server
 
   setup(function()
-    server = support.server({ config = { "MaxStartups 100:30:200", "LogLevel QUIET" } })
+    server = support.server({ config = { "MaxStartups 100:30:200", "LogLevel INFO" } })
   end)
 
   teardown(function()

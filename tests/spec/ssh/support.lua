@@ -237,7 +237,7 @@ function M.server(options)
       M.wait_for(function()
         return self.exited or self:log():find("Server listening on", 1, true) ~= nil
       end),
-      "sshd neither listens nor ends"
+      "sshd neither ends nor says that it listens (LogLevel INFO or more)"
     )
     if not self.exited then
       return self
