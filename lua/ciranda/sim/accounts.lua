@@ -85,10 +85,13 @@ local function terminals_are_tty(place)
   return ok and mounts:find("/dev/pts devpts [^\n]*gid=%d") ~= nil
 end
 
--- The file is bound into a running worker: it is written in place, since a new file in its place would not be seen.
+-- The file is bound into a running worker: it is written in place, since a new file in its place would not be seen. All
+-- of it by one call, and cut afterwards: an sshd that starts and finds it empty ends at once.
 local function rewrite(path, text, mode)
-  local file <close> = fs.open(path, "w", mode or 420)
-  file:write(text)
+  local fd = assert(uv.fs_open(path, uv.constants.O_RDWR | uv.constants.O_CREAT, mode or 420))
+  assert(uv.fs_write(fd, text, 0))
+  assert(uv.fs_ftruncate(fd, #text))
+  uv.fs_close(fd)
 end
 
 ---@class ciranda.sim.AccountPlace

@@ -170,6 +170,30 @@ describe("the metadata server", function()
 end)
 
 describe("the accounts of a worker", function()
+  it("are there at every moment while they change: an sshd that finds none ends", function()
+    local process = require("ciranda.io.process")
+    local root = fs.tempdir()
+    local place = { etc = root .. "/etc", home = root, home_inside = root, ordinal = 1, own_terminals = true }
+    fs.mkdir_p(place.etc .. "/keys")
+    local one, two = { name = "ann", keys = { "k" } }, { name = "bob", keys = { "k" } }
+    accounts.write(place, { one })
+    local reader <close> = process.spawn({
+      "sh",
+      "-c",
+      'echo up; while [ ! -e "$0/end" ]; do [ -s "$0/etc/passwd" ] || echo empty; done',
+      root,
+      stdout = process.PIPE,
+    })
+    assert.are.equal("up\n", reader.stdout:read())
+    for round = 1, 300 do
+      accounts.write(place, round % 2 == 0 and { one } or { one, two })
+    end
+    fs.write(root .. "/end", "")
+    assert.is_nil(reader.stdout:read())
+    reader:wait()
+    fs.remove_tree(root)
+  end)
+
   local now = clock.parse_timestamp("2026-06-01T00:00:00Z")
 
   it("are those that ssh-keys names", function()
