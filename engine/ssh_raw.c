@@ -4,6 +4,7 @@
 #include "ssh.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <openssl/crypto.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -240,7 +241,7 @@ bool cir_ssh_raw_new(cir_ssh_session *session) {
   if (raw == NULL)
     return false;
   libssh2_session_set_blocking(raw, 0);
-  libssh2_session_set_read_timeout(raw, 10L * 365 * 24 * 3600); /* rule 5 */
+  libssh2_session_set_read_timeout(raw, LONG_MAX / 4); /* rule 5: however far it jumps */
   libssh2_session_callback_set2(raw, LIBSSH2_CALLBACK_SEND, (libssh2_cb_generic *)on_send);
   libssh2_session_callback_set2(raw, LIBSSH2_CALLBACK_RECV, (libssh2_cb_generic *)on_receive);
   libssh2_session_callback_set2(raw, LIBSSH2_CALLBACK_DISCONNECT,

@@ -5,6 +5,7 @@ local fs = require("ciranda.io.fs")
 local ssh = require("ciranda.ssh")
 local support = dofile("tests/spec/ssh/support.lua")
 local task = require("ciranda.task")
+local uv = require("luv")
 
 local TEN_YEARS = 3650 * 86400
 local file = assert(os.getenv("FAKETIME_TIMESTAMP_FILE"))
@@ -74,6 +75,36 @@ end)
 cases.case("the clock jumps back during a connect and commands", function()
   with_jump("-3650d", waits)
 end)
+
+-- The server is stopped for as long, so that the jump does come between a request and its answer.
+for name, offsets in pairs({ ahead = { "+0", "+7300d" }, ["back and on again"] = { "-3650d", "+3650d" } }) do
+  cases.case(("the clock jumps %s while an answer is under way"):format(name), function()
+    set_clock(offsets[1])
+    local connection <close> = ssh.connect(server:options({ keepalive = { interval = 0.1, count = 300 } }))
+    assert(connection:exec("echo first").stdout == "first\n")
+    local sessions = server:sessions()
+    assert(#sessions > 0, "no process of the server to stop")
+    local function signal(what)
+      for _, pid in ipairs(sessions) do
+        assert(uv.kill(pid, what))
+      end
+    end
+    signal("sigstop")
+    task.all({
+      function()
+        local result = connection:exec("echo second", { timeout = 25 })
+        assert(result.stdout == "second\n")
+      end,
+      function()
+        task.sleep(0.3)
+        set_clock(offsets[2])
+        task.sleep(0.6) -- in which libssh2 is called for the sign of life, and looks at the clock
+        signal("sigcont")
+      end,
+    })
+    set_clock("+0")
+  end)
+end
 
 server:stop()
 silent:stop()
