@@ -8,6 +8,7 @@ local fault = require("ciranda.mesh.fault")
 local order = require("ciranda.mesh.order")
 local placement = require("ciranda.mesh.placement")
 local python = require("ciranda.mesh.python")
+local remarks = require("ciranda.mesh.remarks")
 local suggest = require("ciranda.mesh.suggest")
 local topology = require("ciranda.mesh.topology")
 local types = require("ciranda.mesh.types")
@@ -17,39 +18,6 @@ local M = {}
 
 --- Most slices of one queued resource (Multislice guide).
 M.SLICE_LIMIT = 256
-
--- How much traffic an axis carries, of those whose order matters (MaxText orders its mesh like this).
-local INTENSITY = {
-  diloco = 1,
-  data = 2,
-  stage = 2,
-  fsdp = 3,
-  fsdp_transpose = 3,
-  sequence = 4,
-  context = 4,
-  context_usp_ulysses = 4,
-  context_autoregressive = 4,
-  expert = 5,
-  tensor = 6,
-  model = 6,
-  tensor_sequence = 6,
-  autoregressive = 6,
-}
-
--- Axes whose collectives run in every layer, between every two of its steps.
-local NEVER_OVER_DCN = {
-  tensor = "activations cross DCN several times in every layer",
-  model = "activations cross DCN several times in every layer",
-  tensor_sequence = "activations cross DCN several times in every layer",
-  sequence = "activations cross DCN in every layer",
-  autoregressive = "every decoding step waits for DCN",
-}
-
----@class ciranda.mesh.Note
----@field level "warning"|"advice"
----@field side "ICI"|"DCN"|nil
----@field axis string?
----@field text string   what, and why
 
 ---@class ciranda.mesh.Mesh
 ---@field names string[]
@@ -235,100 +203,6 @@ local function resolve_side(context, side)
       near = suggest.nearest(side.name, context.names, side.values, side.target, side.fits),
       hint = side.hint and side.hint(side),
     }
-  end
-end
-
---- Remarks on a mesh that fits.
-local function remarks(context, ici, dcn)
-  local notes = {}
-  local function note(level, side, axis, text)
-    notes[#notes + 1] = { level = level, side = side, axis = axis, text = text }
-  end
-  for index, name in ipairs(context.names) do
-    if name == "data" and ici[index] > 1 then
-      note(
-        "advice",
-        "ICI",
-        name,
-        (
-          "ici_data=%d keeps a whole copy of the parameters on every %s of a slice; ICI is fast enough that fsdp "
-          .. "costs about the same and divides them"
-        ):format(ici[index], context.topology.devices_per_chip > 1 and "device" or "chip")
-      )
-    end
-    if (name == "fsdp" or name == "fsdp_transpose") and dcn[index] > 1 then
-      note(
-        "warning",
-        "DCN",
-        name,
-        (
-          "dcn_%s=%d gathers the parameters over DCN in the forward and again in the backward pass, where compute "
-          .. "waits for them; it pays when memory forces it, with a larger batch a slice"
-        ):format(name, dcn[index])
-      )
-    end
-    if NEVER_OVER_DCN[name] and dcn[index] > 1 then
-      note(
-        "warning",
-        "DCN",
-        name,
-        ("dcn_%s=%d: %s, and DCN is tens of times slower than ICI; keep it at 1"):format(
-          name,
-          dcn[index],
-          NEVER_OVER_DCN[name]
-        )
-      )
-    end
-  end
-  local strongest
-  for index, name in ipairs(context.names) do
-    if ici[index] > 1 and INTENSITY[name] then
-      if strongest and INTENSITY[name] < INTENSITY[context.names[strongest]] then
-        note(
-          "warning",
-          "ICI",
-          name,
-          (
-            "axis %s stands after %s, but JAX gives the best links to the last axis: put the axis with the most "
-            .. "traffic last"
-          ):format(name, context.names[strongest])
-        )
-      else
-        strongest = index
-      end
-    end
-  end
-  for _, text in ipairs(context.topology.notes) do
-    note("warning", nil, nil, text)
-  end
-  return notes
-end
-
---- Whether the rings could be shorter.
-local function ring_notes(context, ici, notes)
-  local best = order.best_order({
-    devices = context.slice,
-    ici = ici,
-    allow_split = context.allow_split,
-    jax = context.jax,
-  })
-  if not best.improved or not best.jax then
-    return
-  end
-  for index, name in ipairs(context.names) do
-    local now, could = best.jax.hops[index], best.hops[index]
-    if could.total < now.total then
-      notes[#notes + 1] = {
-        level = "advice",
-        side = "ICI",
-        axis = name,
-        text = ("the rings of %s cross %d links in JAX's order and %d in the best one (mesh.best_order)"):format(
-          name,
-          now.total // now.rings,
-          could.total // could.rings
-        ),
-      }
-    end
   end
 end
 
@@ -611,8 +485,6 @@ function M.mesh(spec)
     whole[index] = sizes[index] * across[index]
   end
   local split = context.allow_split and ", allow_split_physical_axes=True" or ""
-  local notes = remarks(context, sizes, across)
-  ring_notes(context, sizes, notes)
   local plain = ("mesh_utils.create_device_mesh(%s%s)"):format(python.tuple(whole), split)
   return {
     names = names,
@@ -623,7 +495,7 @@ function M.mesh(spec)
     devices_per_slice = shape.devices,
     devices = view.product(whole),
     topology = shape,
-    notes = notes,
+    notes = remarks.of(context, sizes, across),
     table = render(names, sides),
     instead_of = plain,
     jax_line = slices > 1 and ("mesh_utils.create_hybrid_device_mesh(%s, %s%s)"):format(
