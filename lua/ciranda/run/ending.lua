@@ -1,10 +1,9 @@
 --- How an attempt ended: what a person reads of it, and the result that decides whether there is another.
 local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
-local err = require("ciranda.io.error")
+local node_state = require("ciranda.run.node_state")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
-local task = require("ciranda.task")
 
 local M = {}
 
@@ -12,9 +11,8 @@ local M = {}
 M.STOPPED = { SIGINT = 130, SIGTERM = 143 }
 local STOPPED = M.STOPPED
 
---- States of a node after which its worker was preempted, and seconds that asking for the state may take.
+--- States of a node after which its worker was preempted.
 local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }
-local ASK_NODE = 15
 
 --- Log lines shown of the worker that failed first.
 local TAIL_LINES = 20
@@ -27,11 +25,8 @@ local function ask_about_lost(self, verdict)
   if not failed or not failed.lost or not self.options.node_state then
     return
   end
-  local ok, state = pcall(task.timeout, ASK_NODE, self.options.node_state, failed.worker)
-  if not ok then
-    if not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
-      error(state, 0)
-    end
+  local state = node_state.ask(self.options.node_state, failed.worker)
+  if not state then
     return
   end
   if not failed.lost:find("its node", 1, true) then

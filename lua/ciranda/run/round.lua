@@ -10,6 +10,7 @@ local gangs = require("ciranda.run.gang")
 local hooks = require("ciranda.run.hooks")
 local leases = require("ciranda.run.lease")
 local logs_of = require("ciranda.run.logs")
+local node_state = require("ciranda.run.node_state")
 local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
 local steps = require("ciranda.run.steps")
@@ -24,12 +25,6 @@ local STOPPED = ending.STOPPED
 
 --- Seconds in which the platform's own SIGTERM may act before ours is sent.
 local PLATFORM_FIRST = 5
-
---- States of a node whose machines run, and seconds for which an answer about a node stands for all its workers.
-local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
-local ANSWER_LASTS = 10
---- Seconds that asking for it may take.
-local ASK_NODE = 15
 
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
@@ -65,7 +60,6 @@ function M.new(options, journal, id)
     id = id,
     directory = options.directory or options.run,
     request = {},
-    node_states = {},
     wake = task.event(),
     at_once = task.event(),
     running = false,
@@ -340,33 +334,6 @@ function Round:watch(gang)
   return result
 end
 
---- Why a worker that does not answer will not come back as it was, by what the cloud says of its node.
----@private
----@param worker ciranda.Worker
----@return string?
-function Round:machine_gone(worker)
-  local now = uv.hrtime() / 1e9
-  local known = self.node_states[worker.node]
-  if not known or now - known.at > ANSWER_LASTS then
-    local ok, state, address = pcall(task.timeout, ASK_NODE, self.options.node_state, worker)
-    if not ok then
-      if not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
-        error(state, 0)
-      end
-      return nil
-    end
-    -- The address is that of the worker that was asked about.
-    known = { at = now, state = state, address = address, worker = worker }
-    self.node_states[worker.node] = known
-  end
-  if not RUNNING[known.state] then
-    return ("the machine does not answer, and its node %s is %s"):format(worker.node, known.state)
-  elseif known.worker == worker and known.address and known.address ~= worker.internal_address then
-    return ("the machine does not answer, and its node %s has others now"):format(worker.node)
-  end
-  return nil
-end
-
 --- Runs a step whose failure ends the run; sets the result when it fails.
 ---@private
 ---@param kind string what the failure is, when it is no deadline
@@ -454,9 +421,7 @@ function Round:make_gang()
     journal = self.journal,
     environment = options.environment,
     environment_of = options.environment_of,
-    machine_gone = options.node_state and function(worker)
-      return worker.node and self:machine_gone(worker)
-    end,
+    machine_gone = options.node_state and node_state.gone(options.node_state),
     bundle = options.bundle,
     use_existing = options.use_existing,
     stage_timeout = options.stage_timeout,
