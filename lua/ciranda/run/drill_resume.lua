@@ -166,37 +166,20 @@ local function start_again(session, seconds)
     end
   end)
   -- Whoever takes it up (`attach`) finds all that the run was started with.
-  local result = launch.run({
-    fleet = session.fleet,
-    run = options.run,
-    recipe = "autocheckpoint",
-    command = last.command,
-    directory = last.directory,
-    connection = last.connection,
-    cloud = last.cloud,
-    restarts = last.restarts,
-    recreate = last.recreate,
-    once = true,
-    environment = last.environment,
-    environment_of = environment_of,
-    autocheckpoint = last.autocheckpoint,
-    hooks_file = last.hooks_file,
-    chips = last.chips,
-    watch = last.watch,
-    use_existing = true,
-    progress = options.progress,
-    json = true,
-    on_interrupt = function(given)
-      handler = given
-      return function()
-        handler = nil
-      end
-    end,
-    checkpoint_directory = session.directory,
-    grace = last.grace,
-    failure_grace = last.failure_grace,
-    on_bytes = on_bytes,
-  })
+  local again = known.kept(last)
+  again.fleet, again.run, again.directory = session.fleet, options.run, last.directory
+  again.recipe, again.once, again.use_existing = "autocheckpoint", true, true
+  again.environment_of = environment_of
+  again.checkpoint_directory = session.directory
+  again.progress, again.json = options.progress, true
+  again.on_interrupt = function(given)
+    handler = given
+    return function()
+      handler = nil
+    end
+  end
+  again.on_bytes = on_bytes
+  local result = launch.run(again)
   waiting:cancel("the end")
   if result.kind ~= "detached" then
     steps.resumed.ended = result

@@ -5,6 +5,36 @@ local journals = require("ciranda.run.journal")
 
 local M = {}
 
+--- What an attempt was started with, of `ciranda.run.LaunchOptions`, that the journal keeps as it is: with these
+--- somebody else goes on with it as its runner would have.
+local KEPT = {
+  "command",
+  "connection",
+  "cloud",
+  "checkpoint_directory",
+  "grace",
+  "failure_grace",
+  "autocheckpoint",
+  "hooks_file",
+  "restarts",
+  "recreate",
+  "staging",
+  "environment",
+  "chips",
+  "watch",
+}
+
+--- The options of an attempt that are kept: of a launch for the journal, and back.
+---@param from table options of a launch, or an attempt as the journal has it
+---@return table kept a new one
+function M.kept(from)
+  local kept = {}
+  for _, name in ipairs(KEPT) do
+    kept[name] = from[name]
+  end
+  return kept
+end
+
 --- The last attempt of a run, which must have been started and not have ended.
 ---@param run string
 ---@param op string for the error

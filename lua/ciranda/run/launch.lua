@@ -6,6 +6,7 @@ local budgets = require("ciranda.run.budget")
 local err = require("ciranda.io.error")
 local hooks = require("ciranda.run.hooks")
 local journals = require("ciranda.run.journal")
+local known = require("ciranda.run.known")
 local leases = require("ciranda.run.lease")
 local rounds = require("ciranda.run.round")
 local task = require("ciranda.task")
@@ -112,28 +113,12 @@ local function run_attempt(options, journal, series)
   for place, worker in ipairs(options.fleet:workers()) do
     workers[place] = remembered(worker)
   end
-  journal:append("attempt", {
-    attempt = round.id,
-    series = series or round.id,
-    command = options.command,
-    directory = round.directory,
-    workers = workers,
-    connection = options.connection,
-    cloud = options.cloud,
-    checkpoint_directory = options.checkpoint_directory,
-    grace = options.grace,
-    failure_grace = options.failure_grace,
-    autocheckpoint = options.autocheckpoint,
-    hooks_file = options.hooks_file,
-    restarts = options.restarts,
-    recreate = options.recreate,
-    staging = options.staging,
-    bundle = remembered_bundle(options.bundle),
-    environment = options.environment,
-    environment_of = options.environment_of and true or nil,
-    chips = options.chips,
-    watch = options.watch,
-  })
+  local fact = known.kept(options)
+  fact.attempt, fact.series = round.id, series or round.id
+  fact.directory, fact.workers = round.directory, workers
+  fact.bundle = remembered_bundle(options.bundle)
+  fact.environment_of = options.environment_of and true or nil
+  journal:append("attempt", fact)
   return round:run()
 end
 
@@ -386,44 +371,26 @@ end
 ---@return ciranda.run.LaunchResult
 -- Raises "not_found" when there is no such run or nothing of it is running; "busy" when its runner is alive.
 function M.attach(options)
-  local known = require("ciranda.run.known")
   local last = known.find(options.run, "attach", true)
   local fleet <close> = known.fleet(last, options.connect_options)
   local journal <close> = journals.open(options.run, { take = options.take })
-  local mine = {
-    fleet = fleet,
-    run = options.run,
-    command = last.command,
-    directory = last.directory,
-    progress = options.progress,
-    json = options.json,
-    on_interrupt = options.on_interrupt,
-    show = options.show,
-    checkpoint_directory = last.checkpoint_directory,
-    grace = options.grace or last.grace,
-    failure_grace = last.failure_grace,
-    restarts = last.restarts,
-    recreate = last.recreate,
-    staging = last.staging,
-    autocheckpoint = last.autocheckpoint,
-    notices = last.cloud ~= nil,
-    hooks_file = last.hooks_file,
-    hooks = last.hooks_file and hooks.load(last.hooks_file) or nil,
-    connection = last.connection,
-    cloud = last.cloud,
-    environment = last.environment,
-    -- What each worker was told besides is not kept: it is found out again before another attempt.
-    unknown_environment = last.environment_of,
-    chips = last.chips,
-    watch = last.watch,
-    -- The archive may be gone from here; then the workers go on with what they have.
-    bundle = last.bundle and uv.fs_stat(last.bundle.archive) and last.bundle or nil,
-    renew = last.cloud and function(timeout)
-      return known.renew(last, options.connect_options, options.progress, timeout)
-    end,
-    success = "Finished successfully.",
-  }
+  local mine = known.kept(last)
+  mine.fleet, mine.run, mine.directory = fleet, options.run, last.directory
+  mine.progress, mine.json, mine.show = options.progress, options.json, options.show
+  mine.on_interrupt = options.on_interrupt
+  mine.grace = options.grace or last.grace
+  mine.notices = last.cloud ~= nil
+  mine.hooks = last.hooks_file and hooks.load(last.hooks_file) or nil
+  -- What each worker was told besides is not kept: it is found out again before another attempt.
+  mine.unknown_environment = last.environment_of
+  -- The archive may be gone from here; then the workers go on with what they have.
+  mine.bundle = last.bundle and uv.fs_stat(last.bundle.archive) and last.bundle or nil
   mine.use_existing = mine.bundle == nil
+  mine.renew = last.cloud
+    and function(timeout)
+      return known.renew(last, options.connect_options, options.progress, timeout)
+    end
+  mine.success = "Finished successfully."
   local result
   if last.ended then
     -- That runner had the workers, and this one has no connection to any yet.
