@@ -26,10 +26,6 @@ options, before the command:
   --json             a recipe prints JSON lines
 ]]
 
---- Commands that are no recipes, but have a help of their own.
-local OWN =
-  { run = true, repl = true, eval = true, test = true, completion = true, help = true, version = true }
-
 ---@class ciranda.cli.Command
 ---@field kind "script"|"chunk"|"recipe"|"repl"|"test"|"help"|"version"|"completion"
 ---@field name? string file, recipe or code
@@ -135,7 +131,8 @@ local function parse(argv)
 
   local word = argv[i]
   local following = argv[i + 1]
-  if OWN[word] and (following == "--help" or following == "-h") then
+  local asks = following == "--help" or following == "-h"
+  if asks and require("ciranda.cli.help").commands[word] then
     command.kind, command.name = "help", word ~= "help" and word or nil
   elseif not word then
     command.kind = "default"
