@@ -43,7 +43,9 @@ describe("multihost_runner on machines that are lost", function()
       "--FAILURE_GRACE=2",
       ("--COMMAND=python3 train.py --checkpoint_dir $CIRANDA_SIM_SHARED/%s --step-time 0.02 --save-every 10 "):format(
         run
-      ) .. "--peer-timeout 8 " .. (LENGTH[run] or "--steps 60"),
+      )
+        .. "--peer-timeout 8 "
+        .. (LENGTH[run] or "--steps 60"),
       "--CHECKPOINT_DIR=$CIRANDA_SIM_SHARED/" .. run,
       ...
     )
@@ -64,7 +66,9 @@ describe("multihost_runner on machines that are lost", function()
 
   local function attempts(run)
     local list = {}
-    for line in fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(cloud.root, run)):gmatch("([^\n]+)\n") do
+    for line in
+      fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(cloud.root, run)):gmatch("([^\n]+)\n")
+    do
       local fact = json.decode(line)
       if fact.fact == "attempt" then
         list[#list + 1] = fact

@@ -176,7 +176,12 @@ describe("recipes on the simulated cloud", function()
     post("nodes/part-0:preempt", '{"notice": 0}')
     result = ciranda("qr", "wait", "part", "--recreate=3")
     assert.equal(1, result.code, result.err)
-    assert.matches("part is SUSPENDED: its machines and what was on their disks are gone", result.err, 1, true)
+    assert.matches(
+      "part is SUSPENDED: its machines and what was on their disks are gone",
+      result.err,
+      1,
+      true
+    )
     assert.is_nil(result.err:find("(2 of", 1, true))
     assert.matches("until it is deleted: ciranda qr delete part\n", result.err, 1, true)
     assert.equal("FAILED", state_of("part"))

@@ -2,7 +2,7 @@
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
 local sim = require("ciranda.sim")
-local task = require("ciranda.task")
+local patience = dofile("tests/fixtures/patience.lua")
 local uv = require("luv")
 
 local M = {}
@@ -80,19 +80,11 @@ end
 
 --- Waits until something holds, 150 s at most, and returns what it is.
 ---@async
----@param what string for the message when it never does
+---@param what string|fun(): string for the message when it never does
 ---@param holds fun(): any
 ---@return any
 function M.wait(what, holds)
-  local deadline = uv.hrtime() + 150e9
-  while uv.hrtime() < deadline do
-    local value = holds()
-    if value then
-      return value
-    end
-    task.sleep(0.2)
-  end
-  error("never: " .. what, 2)
+  return patience.wait_for(what, holds, 150)
 end
 
 --- How many processes have exactly this command line.

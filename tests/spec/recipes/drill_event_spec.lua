@@ -3,7 +3,6 @@
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
-local task = require("ciranda.task")
 local uv = require("luv")
 
 describe("autocheckpoint drill --BY=maintenance", function()
@@ -34,15 +33,9 @@ describe("autocheckpoint drill --BY=maintenance", function()
   end)
 
   local function wait(what, running, holds)
-    local deadline = uv.hrtime() + 60e9
-    while uv.hrtime() < deadline do
-      local value = holds()
-      if value then
-        return value
-      end
-      task.sleep(0.1)
-    end
-    error(("never: %s\n%s"):format(what, running.errors()), 2)
+    return support.wait(function()
+      return what .. "\n" .. running.errors()
+    end, holds)
   end
 
   --- Starts the trainer, which holds an accelerator of its worker, and waits until every worker trains.

@@ -145,8 +145,9 @@ describe("the request log", function()
 end)
 
 describe("processes", function()
-  it("are found as a family, by what they hold, and by their environment", function()
-    local shell <close> = process.spawn({
+  --- A shell with a mark, a file that it holds, and a child that has just been started.
+  local function marked_shell()
+    local shell = process.spawn({
       "/bin/sh",
       "-c",
       "exec 8</dev/full; sleep 60 & echo up; wait",
@@ -154,6 +155,11 @@ describe("processes", function()
       stdout = process.PIPE,
     })
     assert.are.equal("up\n", shell.stdout:read())
+    return shell
+  end
+
+  it("are found as a family, by what they hold, and by their environment", function()
+    local shell <close> = marked_shell()
     local family = processes.descendants(shell.pid)
     assert.are.equal(1, #family)
     assert.are.equal(shell.pid, family[1].parent)
@@ -174,14 +180,7 @@ describe("processes", function()
 
   it("that are in the middle of an exec are never taken for others", function()
     for _ = 1, 100 do
-      local shell <close> = process.spawn({
-        "/bin/sh",
-        "-c",
-        "sleep 60 & echo up; wait",
-        env = { CIRANDA_SPEC_MARK = "here" },
-        stdout = process.PIPE,
-      })
-      assert.are.equal("up\n", shell.stdout:read())
+      local shell <close> = marked_shell()
       local child = processes.descendants(shell.pid)[1]
       local looks, marked = 0, nil
       task.timeout(20, function()

@@ -113,8 +113,12 @@ for _, mode in ipairs({ "auto", "none" }) do
       local sleeps = ("pgrep -f 'sleep %s[%s]'"):format(nap:sub(1, -2), nap:sub(-1))
       local marked = ssh.run(
         1,
-        "echo kept > kept; setsid -f sleep " .. nap .. " </dev/null >/dev/null 2>&1;"
-          .. " for i in $(seq 600); do " .. sleeps .. " && exit 0; sleep 0.1; done; exit 1"
+        "echo kept > kept; setsid -f sleep "
+          .. nap
+          .. " </dev/null >/dev/null 2>&1;"
+          .. " for i in $(seq 600); do "
+          .. sleeps
+          .. " && exit 0; sleep 0.1; done; exit 1"
       )
       assert.are.equal(0, marked.code, marked.stderr)
       local boot_id = "cat ${CIRANDA_SIM_WORKER:-/proc/sys/kernel/random}/boot_id"
