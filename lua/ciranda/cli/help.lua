@@ -11,7 +11,7 @@ Usage: ciranda run [--sim] [--sim-slices=N] [--sim-type=TYPE] [--sim-seed=N] REC
 
 Runs a recipe, built in or of your own (docs/cli.md says how one is written); `ciranda help RECIPE` and
 `ciranda help FILE.lua` list its flags. --sim runs it on a private simulated cloud, which ends with it: two
-slices of v5litepod-16, named after --TPU_PREFIX, unless the recipe makes its own.]],
+slices of v5litepod-16, named after --TPU_PREFIX ("sim"), unless the recipe makes its own.]],
   repl = [[
 Usage: ciranda repl
 

@@ -100,7 +100,7 @@ end
 
 --- Starts a private simulated cloud and points this process at it.
 ---@param options table from --sim-slices and the like
----@param values table the recipe's flags: TPU_PREFIX names the slices
+---@param values table the recipe's flags: TPU_PREFIX names the slices, and is set where nothing says whom to run on
 ---@param creates? boolean the recipe makes its own slices: without --sim-slices there are none
 ---@return table simulator with close()
 local function start_simulator(options, values, creates)
@@ -108,7 +108,7 @@ local function start_simulator(options, values, creates)
   local settings = {
     slices = math.tointeger(tonumber(options.slices or (creates and 0 or 2))),
     type = options.type,
-    prefix = values.TPU_PREFIX,
+    prefix = values.TPU_PREFIX or "sim",
     seed = options.seed and math.tointeger(tonumber(options.seed)),
   }
   for key in pairs(options) do
@@ -121,6 +121,9 @@ local function start_simulator(options, values, creates)
       code = "usage",
       message = ("--sim-slices is '%s', but takes a whole number"):format(options.slices),
     }
+  end
+  if not (creates or values.HOSTS or values.HOSTS_FILE) then
+    values.TPU_PREFIX = settings.prefix
   end
   local simulator = require("ciranda.sim").start(settings)
   for name, value in pairs(simulator.env) do

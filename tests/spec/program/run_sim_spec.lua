@@ -138,8 +138,11 @@ describe("run --sim multihost_runner", function()
     assert.matches("Main command finished with errors, check the logs located in: ", result.stderr, 1, true)
   end)
 
-  it("ends with the status of the worker that exits 7", function()
-    local result = run('[ "$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID" = 1.0 ] && exit 7; sleep 60')
+  it("ends with the status of the worker that exits 7, also where no slices are named", function()
+    local argv = options('[ "$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID" = 1.0 ] && exit 7; sleep 60')
+    assert.equal("--TPU_PREFIX=job", table.remove(argv, 5))
+    argv.timeout = 90
+    local result = process.run(argv)
     assert.equal(7, result.code, result.stderr)
     assert.matches(
       "Main command failed on slice 1 worker 0 with error code 7, see logs",

@@ -96,6 +96,7 @@ describe("run.drill", function()
           checkpoint_directory = directory,
           restarts = options.restarts,
           environment = options.environment,
+          staging = options.staging,
           on_interrupt = function(given)
             handler = given
             return function() end
@@ -256,17 +257,20 @@ describe("run.drill", function()
 
   it("starts the command with all that the run had, and only once", function()
     local restarts, environment = { user = 3, infra = 1 }, { OF_MINE = "x" }
+    local staging = { kill = "mine", strict_fingerprint = true }
     local verdict, run = with_job({
       slices = 1,
       restarts = restarts,
       environment = environment,
+      staging = staging,
       runner_leaves = true,
       prefix = '[ "$OF_MINE" = x ] && mkdir first || exit 9; ',
     }, rehearse(20))
     assert.matches("did no step: it ended with status 9", problems(verdict), 1, true)
     local attempts = journal.read(run).attempts
     assert.equal(2, #attempts)
-    assert.same({ restarts, environment }, { attempts[2].restarts, attempts[2].environment })
+    local last = attempts[2]
+    assert.same({ restarts, environment, staging }, { last.restarts, last.environment, last.staging })
   end)
 
   it("does the arithmetic beforehand, from the log and from what is on disk", function()
