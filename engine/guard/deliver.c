@@ -70,14 +70,15 @@ static bool under_program(const cir_tree *tree, const cir_proc *proc, bool holde
   return false;
 }
 
-/* Whether a chosen process writes, itself or through filters, the pipe that this one reads as its
- * standard input. */
+/* Whether a chosen process writes the pipe that this one reads as its standard input, itself or
+ * through what is no program: filters, a shell that reads lines, a link that is still the shell
+ * which will become the filter. */
 static bool fed(const cir_tree *tree, size_t reader, int depth) {
   for (size_t i = 0; i < tree->pipe_count && tree->list[reader].stdin_pipe; i++) {
     size_t writer = tree->pipes[i].writer;
     if (tree->pipes[i].pipe == tree->list[reader].stdin_pipe && writer != reader &&
         (tree->list[writer].chosen ||
-         (tree->list[writer].kind == CIR_FILTER && depth < 8 && fed(tree, writer, depth + 1))))
+         (tree->list[writer].kind != CIR_PROGRAM && depth < 8 && fed(tree, writer, depth + 1))))
       return true;
   }
   return false;

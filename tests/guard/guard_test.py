@@ -753,8 +753,21 @@ def restarted(attempt):
 @case
 def through_a_filter(attempt):
     """A program that reads another one's output through filters is none that is stopped."""
-    attempt.run(attempt.cmd(200, 27) + " | cat | tr a b | python3 -c 'import sys; sys.stdin.read(); print(1)'")
+    filtered(attempt, "cat | tr a b", 2)
+
+
+@case
+def through_a_shell(attempt):
+    """A program that reads another one's output through a shell's loop is none that is stopped."""
+    filtered(attempt, "while read -r line; do echo \"$line\"; done", 1)
+
+
+def filtered(attempt, filters, count):
+    attempt.run(attempt.cmd(200, 27) + f" | {filters} | python3 -c 'import sys; sys.stdin.read(); print(1)'")
     attempt.wait_ready()
+    # The program is ready before the shell has forked the others, and they before they have taken the pipes.
+    attempt.wait_for("the filters", lambda: sum(b.startswith("pipe:") for _, a, b in attempt.ends()) == count + 1)
+    attempt.wait_for("the reader", lambda: any("/python" in exe and a.startswith("pipe:") for exe, a, _ in attempt.ends()))
     record, _ = attempt.stop("--grace", "20")
     assert [t["exe"] for t in record["targets"]] == [os.path.basename(attempt.suite.child)[:33]], record
     assert record["status"] == 27 and attempt.log() == b"1\n", (record, attempt.log())

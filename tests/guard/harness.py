@@ -183,6 +183,16 @@ class Attempt:
                     pass
         return found
 
+    def ends(self):
+        """The executable, standard input and standard output of each of the attempt's processes."""
+        found = []
+        for pid in self.alive():
+            try:
+                found.append([os.readlink(f"/proc/{pid}/{name}") for name in ("exe", "fd/0", "fd/1")])
+            except OSError:
+                pass
+        return found
+
     def clear(self):
         """End what a failed case has left: this attempt's guard, and what carries its variable."""
         if os.path.exists(self.path("started")) and not os.path.exists(self.path("exit")):
