@@ -32,13 +32,24 @@ typedef struct start {
 } start;
 
 /*
- * The request has been refused, or its channel has been closed: no answer is due any more, so the
- * channel is closed in the background and the next operation may begin.
+ * The request has failed, or its channel has been closed: no answer is due any more, so the channel
+ * is closed in the background and the next operation may begin. `code` and `what` say how the
+ * server has refused it; any other failure is told in libssh2's words, or it would be blamed on
+ * the server.
  */
 static cir_ssh_progress start_failed(start *self, int error, const char *code, const char *what) {
+  LIBSSH2_SESSION *raw = self->base.session->raw;
   if (!cir_ssh_survives(self->base.session, error))
     return cir_ssh_die_of(self->base.session, "exec", error);
-  cir_ssh_fault_set(&self->base.fault, code, "exec", "%s", what);
+  if (error == LIBSSH2_ERROR_EAGAIN || error == LIBSSH2_ERROR_CHANNEL_REQUEST_DENIED) {
+    cir_ssh_fault_set(&self->base.fault, code, "exec", "%s", what);
+  } else {
+    char *why = NULL;
+    if (libssh2_session_last_errno(raw) == error)
+      libssh2_session_last_error(raw, &why, NULL, 0);
+    cir_ssh_fault_set(&self->base.fault, "protocol", "exec", "the request failed: %s (libssh2 %d)",
+                      why != NULL ? why : "no reason given", error);
+  }
   cir_ssh_channel_discard(self->channel);
   return CIR_SSH_FAILED;
 }

@@ -6,6 +6,10 @@ local uv = require("luv")
 
 local M = { short = os.getenv("CIRANDA_SHORT") ~= nil }
 
+--- What a failure is shown with: a part sets it, to the text of a server's log for instance.
+---@type (fun(): string)?
+M.explain = nil
+
 local passed, failures = 0, {}
 
 --- Seconds since some moment, whatever is done to the clock.
@@ -27,6 +31,9 @@ function M.case(name, fn, seconds)
   else
     failures[#failures + 1] = name
     print(("FAIL  %-60s %.2f s\n      %s"):format(name, took, errors.text(err)))
+    if M.explain then
+      print(M.explain())
+    end
   end
 end
 

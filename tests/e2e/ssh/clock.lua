@@ -15,6 +15,9 @@ local function set_clock(offset)
 end
 
 local server = support.server()
+cases.explain = function()
+  return server:log()
+end
 local silent = support.tcp(function() end)
 local slow_shell = "sleep 1; echo done"
 
