@@ -21,6 +21,10 @@ local PER_PROCESSOR = 4
 -- Seconds between two looks at who still holds a device.
 local HOLDER_POLL = 0.2
 
+-- Seconds until a host goes down once nobody holds its devices: not in the same instant, so that whoever watched over
+-- those processes can still write down how they ended.
+local GOING_DOWN = 2
+
 ---@class ciranda.sim.Machines
 ---@field private settings table
 ---@field private hosts table<ciranda.sim.Node, table>
@@ -197,6 +201,9 @@ function actions.quiesce(self, host, grace)
           processes.signal(found, "sigterm")
         end
       end
+    end
+    if holding == 0 and next(told) then
+      task.sleep(GOING_DOWN)
     end
     if holding == 0 or self.world.clock:now() >= deadline then
       return
