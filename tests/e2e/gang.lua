@@ -16,7 +16,7 @@ local SLICES = math.tointeger(tonumber(os.getenv("CIRANDA_GANG") or (SHORT and 1
 local PER_SLICE = 4
 local MEMBERS = SLICES * PER_SLICE
 local LIMIT = 120 + MEMBERS -- s, for one run
-local STAGE_TIMEOUT = 15 + MEMBERS // 8 -- s, in the run in which one member never answers
+local STAGE_TIMEOUT = 15 + MEMBERS // 8 -- s at least, in the run in which one member never answers
 local MUTE = MEMBERS // 2 + 1
 
 -- Each says that it has come; the last one opens the door for all.
@@ -82,8 +82,8 @@ local function start(name, key, host_key)
     }
 end
 
---- Runs multihost_runner on a server's workers.
-local function run(place, name, arguments)
+--- Runs multihost_runner on a server's workers, for so many seconds at most.
+local function run(place, name, arguments, limit)
   local began = uv.hrtime()
   local words = {
     BINARY,
@@ -93,7 +93,7 @@ local function run(place, name, arguments)
     "--ssh-key=" .. place.key,
     "--RUN_NAME=" .. name,
     "--SCRIPT_DIR=" .. SCRATCH .. "/code",
-    timeout = LIMIT,
+    timeout = limit,
   }
   table.move(arguments, 1, #arguments, #words + 1, words)
   local result = process.run(words)
@@ -130,7 +130,7 @@ end
 
 local function together(key, host_key)
   local node <close>, place = start("together", key, host_key)
-  local result, seconds = run(place, "gang", { "--COMMAND=" .. COMMAND, "--STAGE_TIMEOUT=" .. LIMIT })
+  local result, seconds = run(place, "gang", { "--COMMAND=" .. COMMAND, "--STAGE_TIMEOUT=" .. LIMIT }, LIMIT)
   assert(result.code == 0, ("the gang ended with %s:\n%s"):format(result.code, result.stderr))
   local facts = place.facts()
   local staged, go = times(facts, "place", true), times(facts, "go", false)
@@ -171,10 +171,13 @@ local function together(key, host_key)
   }
 end
 
-local function mute(key, host_key)
+--- `seconds_of_a_run` is what the first took: the others must have been staged when the mute one is given up.
+local function mute(key, host_key, seconds_of_a_run)
   local node <close>, place = start("mute", key, host_key)
   fs.write(("%s/home-%d/mute"):format(place.root, MUTE), "", { sync = false })
-  local result, seconds = run(place, "mute", { "--COMMAND=" .. COMMAND, "--STAGE_TIMEOUT=" .. STAGE_TIMEOUT })
+  local patience = math.max(STAGE_TIMEOUT, 3 * math.ceil(seconds_of_a_run))
+  local arguments = { "--COMMAND=" .. COMMAND, "--STAGE_TIMEOUT=" .. patience }
+  local result, seconds = run(place, "mute", arguments, patience + LIMIT)
   assert(result.code == 124, ("the gang ended with %s:\n%s"):format(result.code, result.stderr))
   local facts = place.facts()
   assert(times(facts, "place", true).workers == MEMBERS - 1, "the others were not staged:\n" .. result.stderr)
@@ -198,9 +201,9 @@ local function main()
       :check()
   end
   local figures = together(SCRATCH .. "/key", SCRATCH .. "/host_key")
-  mute(SCRATCH .. "/key", SCRATCH .. "/host_key")
+  mute(SCRATCH .. "/key", SCRATCH .. "/host_key", figures.seconds)
   figures.e2e, figures.slices, figures.members, figures.started_with_one_mute = "gang", SLICES, MEMBERS, 0
   print(json.encode(figures))
 end
 
-task.timeout(2 * LIMIT + 120, main)
+task.timeout(5 * LIMIT + 120, main)

@@ -116,13 +116,17 @@ end
 
 -- The job ----------------------------------------------------------------------------------------------------------
 
---- A port of this machine that nobody uses now.
+--- A port of this machine that nobody uses now, nor is given to a connection until it is listened on: those come from
+--- 32768 on.
 local function free_port()
-  local socket = uv.new_tcp()
-  socket:bind("127.0.0.1", 0)
-  local port = socket:getsockname().port
-  socket:close()
-  return port
+  while true do
+    local socket, port = uv.new_tcp(), math.random(20000, 29999)
+    local free = socket:bind("127.0.0.1", port) and socket:listen(1, function() end)
+    socket:close()
+    if free then
+      return port
+    end
+  end
 end
 
 --- The logs as the runner has them: "SLICE/WORKER" -> text.
@@ -558,9 +562,9 @@ local function main()
     case("a drill", function(running)
       local drilled = drill(running)
       running.program:wait()
+      local reached = #steps_in(logs_of(running.run)["0/0"])
       running.program, running.output = start_program(running.run, { "attach", running.run })
-      running:train(STEPS)
-      task.sleep(2) -- until the runner has the signal's handler
+      running:train(reached + STEPS) -- more than the drill has left in the logs: the new runner is there
       running.program:signal("SIGTERM")
       return drilled
     end, { status = { 143 }, says = { "saved: step STEP is on disk" } })

@@ -395,7 +395,11 @@ local function control(simulator)
     side = "after",
   }, SCRATCH)
   -- The request that has gone is answered although nobody waits.
-  task.sleep(0.3)
+  task.timeout(COMMAND_LIMIT, function()
+    repeat
+      task.sleep(0.05)
+    until (" %s "):format(table.concat(walk:there(), " ")):find((" %s "):format(name), 1, true)
+  end)
   say("%s: the control", name)
   walk:settle("create", name)
   name, argv = walk:fresh("run")

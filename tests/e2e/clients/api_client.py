@@ -449,12 +449,15 @@ def walk_refusals(service):
 
 
 def walk_calls_that_fail(service):
-    hurried = service.build(
-        service.authorized(google.auth.default(scopes=SCOPES)[0], timeout=faults.PATIENCE)
-    )
+    services = {
+        patience: service.build(
+            service.authorized(google.auth.default(scopes=SCOPES)[0], timeout=patience)
+        )
+        for patience in (faults.PATIENCE, faults.PATIENT)
+    }
 
-    def call():
-        return hurried.projects().locations().get(name=service.cloud.parent).execute()
+    def call(patience=faults.PATIENT):
+        return services[patience].projects().locations().get(name=service.cloud.parent).execute()
 
     classes = dict.fromkeys(faults.API_CORE, errors.HttpError)
     faults.each_status(service.client, "locations.get", call, classes)

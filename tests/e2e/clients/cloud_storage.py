@@ -271,11 +271,11 @@ def walk_faults(client):
     bucket.blob("a").upload_from_string(b"0123456789" * 100000)
 
     # Not buckets.get: when one is not found the client asks for it once more, in the background.
-    def listing():
-        return list(service.list_blobs(name, timeout=faults.PATIENCE, retry=None))
+    def listing(patience=faults.PATIENT):
+        return list(service.list_blobs(name, timeout=patience, retry=None))
 
-    def download():
-        return bucket.blob("a").download_as_bytes(timeout=faults.PATIENCE, retry=None)
+    def download(patience=faults.PATIENT):
+        return bucket.blob("a").download_as_bytes(timeout=patience, retry=None)
 
     faults.each_status(client, "storage.objects.list", listing, faults.API_CORE)
     for method, ask in (("storage.objects.list", listing), ("storage.objects.get", download)):

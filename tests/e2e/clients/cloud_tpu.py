@@ -344,8 +344,8 @@ def walk_retries(client, tpu):
 def walk_calls_that_fail(client, tpu):
     cloud = client.cloud
 
-    def call():
-        return list(tpu.list_nodes(parent=cloud.parent, timeout=faults.PATIENCE))
+    def call(patience=faults.PATIENT):
+        return list(tpu.list_nodes(parent=cloud.parent, timeout=patience))
 
     faults.each_status(client, "nodes.list", call, faults.API_CORE)
     faults.each_loss(
@@ -396,7 +396,7 @@ def walk_operation_that_lags(client, tpu):
     """A create operation that is not done although the node is READY long since."""
     cloud, name = client.cloud, client.called("lagging")
     full, ready = f"{cloud.parent}/nodes/{name}", tpu_v2.Node.State.READY
-    cloud.fault(kind="slow_operation", method="nodes.create", seconds=3)
+    cloud.fault(kind="slow_operation", method="nodes.create", seconds=8)
     operation = tpu.create_node(parent=cloud.parent, node_id=name, node=single())
     eventually(f"{name} is READY", lambda: tpu.get_node(name=full).state == ready)
     client.raises(concurrent.futures.TimeoutError, operation.result, timeout=0.3)

@@ -53,14 +53,14 @@ class Worker:
         with self.connected() as ssh, ssh.open_sftp() as files, files.open(path, "w") as file:
             file.write("x" * 1000)
 
-    def run(self, command):
-        """The output of a command; raises what paramiko raises."""
-        with self.connected() as ssh:
-            _, output, _ = ssh.exec_command(command, timeout=10)
+    def run(self, command, patience=faults.PATIENT):
+        """The output of a command; raises what paramiko raises. `patience` is for the banner."""
+        with self.connected(patience) as ssh:
+            _, output, _ = ssh.exec_command(command, timeout=faults.PATIENT)
             return output.read().decode()
 
     @contextlib.contextmanager
-    def connected(self):
+    def connected(self, patience=faults.PATIENT):
         ssh = paramiko.SSHClient()
         place = f"[{self.address}]:{self.port}" if self.port != 22 else self.address
         ssh.get_host_keys().add(place, "ssh-ed25519", self.host_key)
@@ -70,9 +70,9 @@ class Worker:
                 self.port,
                 username=self.user,
                 pkey=self.key,
-                timeout=3,
-                banner_timeout=1,
-                auth_timeout=10,
+                timeout=faults.PATIENT,
+                banner_timeout=patience,
+                auth_timeout=faults.PATIENT,
                 allow_agent=False,
                 look_for_keys=False,
             )
@@ -85,15 +85,17 @@ def walk_sshd(client, worker):
     def fault(kind):
         return {"kind": kind, "name": worker.short, "worker": 0}
 
-    def connect():
-        return worker.run("true")
+    def connect(**options):
+        return worker.run("true", **options)
 
     # Hung up on: how far paramiko is then decides what it raises.
     hung_up = (paramiko.SSHException, ConnectionResetError, EOFError)
     # Refused by sshd, as when too many log in at once. A machine that is off is below.
     faults.expect(client, fault("ssh_refuse"), hung_up, connect)
     faults.expect(client, fault("ssh_reset"), hung_up, connect)
-    faults.expect(client, fault("ssh_hang"), paramiko.SSHException, connect, text="banner")
+    faults.expect(
+        client, fault("ssh_hang"), paramiko.SSHException, connect, text="banner", patience=1
+    )
     stranger = paramiko.ECDSAKey.generate()
     worker.key, kept = stranger, worker.key
     client.raises(paramiko.AuthenticationException, connect)
@@ -126,7 +128,7 @@ def receive(relay):
             return message
 
 
-def through_relay(worker):
+def through_relay(worker, patience=faults.PATIENT):
     """How the worker's sshd begins, read through the relay: its banner and its key exchange."""
     cloud = worker.cloud
     query = urllib.parse.urlencode(
@@ -142,7 +144,7 @@ def through_relay(worker):
     token = Path(cloud.env["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text().strip()
     relay = websocket.create_connection(
         f"{cloud.env['CIRANDA_IAP_URL']}/v4/connect?{query}",
-        timeout=faults.SLOW / 2,
+        timeout=patience,
         header=[f"Authorization: Bearer {token}"],
         origin="bot:iap-tunneler",
         subprotocols=["relay.tunnel.cloudproxy.app"],
@@ -162,21 +164,20 @@ def through_relay(worker):
 
 
 def walk_relay(client, worker):
-    def talk():
-        return through_relay(worker)
+    def talk(**options):
+        return through_relay(worker, **options)
 
     check(talk().startswith(b"SSH-2.0-OpenSSH"), "the worker's sshd does not greet")
     lost = (websocket.WebSocketConnectionClosedException, ConnectionResetError)
-    for kind, expected in {
-        "relay_close": lost,
-        "relay_drop": lost,
-        "relay_mute": websocket.WebSocketTimeoutException,
-        "relay_slow": websocket.WebSocketTimeoutException,
-    }.items():
+    for kind in ("relay_close", "relay_drop"):
+        faults.expect(client, {"kind": kind, "name": worker.short, "worker": 0}, lost, talk)
+    for kind in ("relay_mute", "relay_slow"):
         fault = {"kind": kind, "name": worker.short, "worker": 0}
         if kind == "relay_slow":
             fault["seconds"] = faults.SLOW * 2
-        faults.expect(client, fault, expected, talk)
+        faults.expect(
+            client, fault, websocket.WebSocketTimeoutException, talk, patience=faults.SLOW / 2
+        )
 
 
 def walk_machine(client, worker):

@@ -55,7 +55,7 @@ local function options(user, others)
     known_hosts = false,
     pins = { pin },
     keepalive = false,
-    timeouts = { connect = 3, banner = 3, kex = 3, auth = 3, channel = 3 },
+    timeouts = { connect = 60, banner = 60, kex = 60, auth = 60, channel = 60 },
   }
   for name, value in pairs(others or {}) do
     all[name] = value
@@ -65,10 +65,14 @@ end
 
 -- Cases -----------------------------------------------------------------------------------------------------------
 
+--- Seconds: what a failure takes at most on a busy machine, far from the minute of the deadlines.
+local SOON = 20
+
 local case = cases.case
 
-local function fails(...)
-  return cases.fails(address, ...)
+--- The call fails soon, as it must: long before a deadline that is not its own.
+local function fails(codes, phase, ...)
+  return cases.fails(address, codes, phase, SOON, ...)
 end
 
 case("control: a command's output and status", function()
@@ -112,39 +116,40 @@ end)
 
 case("a command that is refused", function()
   local connection <close> = ssh.connect(options("noexec"))
-  fails({ "refused" }, "exec", 2, connection.exec, connection, "x")
+  fails({ "refused" }, "exec", connection.exec, connection, "x")
   -- The connection is still good.
-  fails({ "refused" }, "exec", 2, connection.exec, connection, "x")
+  fails({ "refused" }, "exec", connection.exec, connection, "x")
 end)
 
 case("a channel that is refused", function()
   local connection <close> = ssh.connect(options("nochannel"))
-  fails({ "refused" }, "channel", 2, connection.exec, connection, "x")
+  fails({ "refused" }, "channel", connection.exec, connection, "x")
 end)
 
 case("a command that is never answered", function()
-  local connection <close> = ssh.connect(options("noanswer", { timeouts = { channel = 0.5 } }))
-  fails({ "timeout" }, "exec", 2, connection.exec, connection, "x")
+  local connection <close> = ssh.connect(options("noanswer", { timeouts = { channel = 2 } }))
+  fails({ "timeout" }, "exec", connection.exec, connection, "x")
   assert(connection:is_open())
 end)
 
 case("a channel that is never answered", function()
   local connection <close> = ssh.connect(options("silentchannel", { timeouts = { channel = 0.5 } }))
-  fails({ "timeout" }, "channel", 2, connection.exec, connection, "x")
+  fails({ "timeout" }, "channel", connection.exec, connection, "x")
 end)
 
 case("a silent server is lost when it is asked", function()
   local connection <close> =
     ssh.connect(options("silentchannel", { keepalive = { interval = 0.2, count = 2 } }))
-  task.sleep(1.5)
-  assert(not connection:is_open())
-  fails({ "lost" }, nil, 1, connection.exec, connection, "x")
+  while connection:is_open() do
+    task.sleep(0.05)
+  end
+  fails({ "lost" }, nil, connection.exec, connection, "x")
 end)
 
 case("control: a server that answers is not lost", function()
-  local connection <close> = ssh.connect(options("plain", { keepalive = { interval = 0.2, count = 4 } }))
+  local connection <close> = ssh.connect(options("plain", { keepalive = { interval = 0.2, count = 10 } }))
   local _ <close> = connection:start("hold")
-  task.sleep(1.5)
+  task.sleep(4)
   assert(connection:is_open())
 end)
 
@@ -152,31 +157,31 @@ case("a channel that the server never closes", function()
   local connection <close> = ssh.connect(options("neverclose"))
   local channel = connection:start("x")
   assert(channel:wait().code == 0)
-  fails({ "timeout" }, "exec", 2, connection.exec, connection, "x", { timeout = 0.5 })
+  fails({ "timeout" }, "exec", connection.exec, connection, "x", { timeout = 2 })
   channel:close()
 end)
 
 case("a reset while a command starts", function()
   local connection <close> = ssh.connect(options("resetexec"))
-  fails({ "reset", "closed" }, nil, 2, connection.exec, connection, "x")
+  fails({ "reset", "closed" }, nil, connection.exec, connection, "x")
   assert(not connection:is_open())
 end)
 
 case("an end while a command starts", function()
   local connection <close> = ssh.connect(options("closeexec"))
-  fails({ "closed", "reset" }, nil, 2, connection.exec, connection, "x")
+  fails({ "closed", "reset" }, nil, connection.exec, connection, "x")
 end)
 
 case("a server that says goodbye", function()
   local connection <close> = ssh.connect(options("goodbye"))
-  fails({ "closed" }, nil, 2, connection.exec, connection, "x")
+  fails({ "closed" }, nil, connection.exec, connection, "x")
 end)
 
 case("a server that stops reading, while we write", function()
   local connection <close> =
     ssh.connect(options("stopreading", { keepalive = { interval = 0.3, count = 2 } }))
   local channel = connection:start("x")
-  fails({ "lost" }, nil, 5, function()
+  fails({ "lost" }, nil, function()
     for _ = 1, 1000 do
       channel:write(("w"):rep(1000000))
     end
@@ -184,7 +189,7 @@ case("a server that stops reading, while we write", function()
 end)
 
 case("a server that never answers the login", function()
-  fails({ "timeout" }, "auth", 2, ssh.connect, options("authstall", { timeouts = { auth = 0.5 } }))
+  fails({ "timeout" }, "auth", ssh.connect, options("authstall", { timeouts = { auth = 0.5 } }))
 end)
 
 case("control: one that is slow to", function()
@@ -193,11 +198,11 @@ case("control: one that is slow to", function()
 end)
 
 case("a reset during the login", function()
-  fails({ "auth", "reset", "closed" }, "auth", 2, ssh.connect, options("authreset"))
+  fails({ "auth", "reset", "closed" }, "auth", ssh.connect, options("authreset"))
 end)
 
 case("a key that is taken and a signature that is refused", function()
-  local err = fails({ "auth" }, "auth", 2, ssh.connect, options("sigrefused"))
+  local err = fails({ "auth" }, "auth", ssh.connect, options("sigrefused"))
   assert(err.reason == "signature_refused", err.reason)
 end)
 
@@ -205,34 +210,33 @@ case("silence before the identification", function()
   fails(
     { "timeout" },
     "banner",
-    2,
     ssh.connect,
     options("plain", { port = port + 1, timeouts = { banner = 0.5 } })
   )
 end)
 
 case("a reset after the identification", function()
-  fails({ "reset", "closed" }, "kex", 2, ssh.connect, options("plain", { port = port + 2 }))
+  fails({ "reset", "closed" }, "kex", ssh.connect, options("plain", { port = port + 2 }))
 end)
 
 case("an end in the middle of the key exchange", function()
-  fails({ "closed", "reset", "protocol" }, "kex", 2, ssh.connect, options("plain", { port = port + 3 }))
+  fails({ "closed", "reset", "protocol" }, "kex", ssh.connect, options("plain", { port = port + 3 }))
 end)
 
 case("a reset before the identification, each time it is tried", function()
-  fails({ "reset", "closed" }, "banner", 10, ssh.connect, options("plain", { port = port + 4 }))
+  fails({ "reset", "closed" }, "banner", ssh.connect, options("plain", { port = port + 4 }))
 end)
 
 case("a reset while a channel is opened", function()
   local connection <close> = ssh.connect(options("resetchannel"))
-  fails({ "reset", "closed" }, nil, 2, connection.exec, connection, "x")
+  fails({ "reset", "closed" }, nil, connection.exec, connection, "x")
   assert(not connection:is_open())
 end)
 
 case("a reset in the middle of output", function()
   local connection <close> = ssh.connect(options("resetoutput"))
   local got = 0
-  fails({ "reset", "closed" }, nil, 2, connection.exec, connection, "x", {
+  fails({ "reset", "closed" }, nil, connection.exec, connection, "x", {
     on_stdout = function(bytes)
       got = got + #bytes
     end,
@@ -242,7 +246,7 @@ end)
 
 case("a reset in the middle of input", function()
   local connection <close> = ssh.connect(options("resetinput"))
-  fails({ "reset", "closed" }, nil, 5, connection.exec, connection, "x", { stdin = ("i"):rep(8000000) })
+  fails({ "reset", "closed" }, nil, connection.exec, connection, "x", { stdin = ("i"):rep(8000000) })
 end)
 
 case("control: as much input without one", function()

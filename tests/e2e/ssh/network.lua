@@ -50,7 +50,7 @@ for name, address in pairs({
   ["a host that a policy forbids"] = "10.71.2.1",
 }) do
   cases.case(name, function()
-    cases.fails(address, { "unreachable", "permission" }, "connect", 5, ssh.connect, options(address))
+    cases.fails(address, { "unreachable", "permission" }, "connect", 10, ssh.connect, options(address))
   end)
 end
 
@@ -99,7 +99,7 @@ cases.case("a name server that never answers", function()
       "worker-0.example",
       { "timeout" },
       "resolve",
-      5,
+      20,
       ssh.connect,
       options("worker-0.example", { timeouts = { resolve = 0.5 } })
     )

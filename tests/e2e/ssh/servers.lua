@@ -31,10 +31,11 @@ local function occupy(server, count)
   end
 end
 
---- Wait until sshd turns newcomers away.
+--- Wait until sshd turns newcomers away, whatever it has said of it before.
 local function wait_until_full(server)
+  local said = #server:log()
   assert(support.wait_for(function()
-    return server:log():find("MaxStartups", 1, true) ~= nil
+    return server:log():find("MaxStartups", said + 1, true) ~= nil
       or not pcall(ssh.connect, server:options({ timeouts = { banner = 5 } }))
   end, 20))
 end
@@ -55,7 +56,7 @@ do
     local leave = occupy(server, 2)
     wait_until_full(server)
     local err =
-      cases.fails(server.address, { "closed", "reset" }, "banner", 15, ssh.connect, server:options())
+      cases.fails(server.address, { "closed", "reset" }, "banner", 25, ssh.connect, server:options())
     assert(err.message:find("MaxStartups", 1, true), err.message)
     leave()
   end)
@@ -65,7 +66,7 @@ do
     local result = task.all({
       function()
         -- More patience than one connect has is the fleet's affair.
-        for _ = 1, 5 do
+        for _ = 1, 20 do
           local ok, connection = pcall(ssh.connect, server:options())
           if ok then
             local said = connection:exec("echo in").stdout
@@ -95,7 +96,7 @@ do
       server.address,
       { "timeout" },
       "banner",
-      8,
+      20,
       ssh.connect,
       server:options({ timeouts = { banner = 1 } })
     )
