@@ -16,6 +16,7 @@ set -eu
 
 need=1.11
 suite=trixie
+. "$(dirname "$0")/fetch.sh"
 
 say() {
   printf 'libssh2: %s\n' "$*" >&2
@@ -171,10 +172,10 @@ step() {
 
 say "the system's is older than $need: building Debian's ($suite) in $prefix"
 step "reading the index of $suite from $found (is the network up, and debian-archive-keyring up to date?)" \
-  apt-get -c "$work/apt/apt.conf" -q -o APT::Update::Error-Mode=any update
+  fetch "the index of $suite" apt-get -c "$work/apt/apt.conf" -q -o APT::Update::Error-Mode=any update
 cd "$work/source"
 step "fetching the source package of libssh2 from $found" \
-  apt-get -c "$work/apt/apt.conf" -q source --download-only libssh2
+  fetch "the source package of libssh2" apt-get -c "$work/apt/apt.conf" -q source --download-only libssh2
 step "unpacking the source package of libssh2" dpkg-source --no-check -x ./*.dsc "$work/source/libssh2"
 cd libssh2
 step "configuring libssh2" ./configure --prefix="$prefix" --libdir="$prefix/lib" --with-crypto=openssl \

@@ -10,11 +10,7 @@ if ! command -v node >/dev/null || ! command -v npm >/dev/null; then
   exit 0
 fi
 server=$build/ssh-faults
-if [ ! -d "$server/node_modules/ssh2" ]; then
-  mkdir -p "$server"
-  cp tests/fixtures/ssh_faults/package.json "$server/"
-  (cd "$server" && npm install --ignore-scripts --no-audit --no-fund --silent >/dev/null)
-fi
+sh tests/fixtures/ssh_faults/install.sh "$server"
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/ciranda-e2e-gang.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/home" "$scratch/tmp"

@@ -18,7 +18,9 @@ if [ ! -e "$place/venv/complete" ]; then
   done
   [ -n "$python" ] || { echo "no Python with the venv module found; set JAX_PYTHON" >&2; exit 1; }
   "$python" -m venv "$place/venv"
-  "$place/venv/bin/python" -m pip install --quiet --disable-pip-version-check jax orbax-checkpoint
+  . cmake/fetch.sh
+  fetch "jax and orbax-checkpoint from PyPI" \
+    "$place/venv/bin/python" -m pip install --quiet --disable-pip-version-check jax orbax-checkpoint
   touch "$place/venv/complete"
 fi
 rm -rf "$place/state"

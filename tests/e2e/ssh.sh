@@ -53,11 +53,7 @@ for name in $parts; do
       continue
     fi
     server=$build/ssh-faults
-    if [ ! -d "$server/node_modules/ssh2" ]; then
-      mkdir -p "$server"
-      cp tests/fixtures/ssh_faults/package.json "$server/"
-      (cd "$server" && npm install --ignore-scripts --no-audit --no-fund --silent >/dev/null) || exit 1
-    fi
+    sh tests/fixtures/ssh_faults/install.sh "$server" || exit 1
     cp tests/fixtures/ssh_faults/server.js "$server/"
     part faults "$binary" "$script" "$server"
     ;;

@@ -31,7 +31,9 @@ if ! cmp -s "$requirements" "$directory/installed" || ! "$python" -c '' 2>/dev/n
   rm -rf "$directory"
   mkdir -p "$directory"
   "$interpreter" -m venv "$directory/venv"
-  "$python" -m pip install --quiet --disable-pip-version-check --retries 2 -r "$requirements" ||
+  . "$root/cmake/fetch.sh"
+  fetch "the clients from PyPI" \
+    "$python" -m pip install --quiet --disable-pip-version-check --retries 2 -r "$requirements" ||
     fail "the clients could not be installed from PyPI (see above); nothing can be shown without them"
   cp "$requirements" "$directory/installed"
 fi

@@ -31,5 +31,7 @@ if ! "$python" -c 'import jax' 2>/dev/null; then
   echo "installing jax ${MESH_JAX:-(newest)} for Python $version in $venv" >&2
   rm -rf "$venv"
   "$interpreter" -m venv "$venv"
-  "$python" -m pip install --quiet --disable-pip-version-check "jax${MESH_JAX:+==$MESH_JAX}"
+  . "$root/cmake/fetch.sh"
+  fetch "jax from PyPI" \
+    "$python" -m pip install --quiet --disable-pip-version-check "jax${MESH_JAX:+==$MESH_JAX}"
 fi
