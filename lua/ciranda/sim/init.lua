@@ -18,6 +18,9 @@ local M = {}
 M.START_DEADLINE = 120
 M.SLICE_DEADLINE = 10
 
+-- Seconds until its keeper must have ended: longer than the keeper's own deadlines, for processes and for its disk.
+M.CLOSE_DEADLINE = 400
+
 -- A private simulator is there for somebody who waits: a minute of the cloud passes in 60 ms.
 M.QUICK = 1000
 
@@ -189,8 +192,7 @@ function Simulator:close()
   self.closed = true
   task.shield(function()
     self.process.stdin:close()
-    -- The keeper has deadlines of its own, which this one is beyond.
-    pcall(task.timeout, 15, self.process.wait, self.process)
+    pcall(task.timeout, M.CLOSE_DEADLINE, self.process.wait, self.process)
     self.process:close()
   end)
 end

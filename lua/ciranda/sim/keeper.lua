@@ -48,33 +48,32 @@ local function own_children()
   return own
 end
 
--- Collect adopted children that have ended.
-local function reap()
+-- Collect adopted children that have ended, of the processes that were found.
+local function reap(found)
   local own = own_children()
-  for _, found in ipairs(processes.children(uv.os_getpid()) or {}) do
-    if found.state == "Z" and not own[found.pid] then
-      keeper.reap(found.pid)
+  for _, each in ipairs(found) do
+    if each.state == "Z" and each.parent == uv.os_getpid() and not own[each.pid] then
+      keeper.reap(each.pid)
     end
   end
 end
 
--- KILL everything that descends from this process, until nothing does.
+-- KILL everything that descends from this process, until nothing does. The dead count until they are collected: while
+-- one is looked at its children become ours, and a look that saw nobody alive may have missed them on their way.
 local function kill_descendants()
   local deadline = uv.now() + KILL_DEADLINE * 1000
-  repeat
-    local left = 0
-    for _, found in ipairs(processes.descendants(uv.os_getpid())) do
-      if found.state ~= "Z" then
-        left = left + 1
-        processes.signal(found, "sigkill")
-      end
+  while true do
+    local found = processes.descendants(uv.os_getpid())
+    for _, each in ipairs(found) do
+      processes.signal(each, "sigkill")
     end
-    reap()
-    if left > 0 then
-      task.sleep(0.02)
-      uv.update_time()
+    reap(found)
+    uv.update_time()
+    if #found == 0 or uv.now() > deadline then
+      return
     end
-  until left == 0 or uv.now() > deadline
+    task.sleep(0.02)
+  end
 end
 
 -- Set `ended` when standard input ends.
@@ -109,7 +108,7 @@ local function keep(settings_text, directory, keep_directory)
     local reaper = scope:spawn("adopted children", function()
       while true do
         task.sleep(REAP_INTERVAL)
-        reap()
+        reap(processes.children(uv.os_getpid()) or {})
       end
     end)
     ended:wait()
