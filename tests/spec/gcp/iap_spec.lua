@@ -3,6 +3,7 @@ local errors = require("ciranda.io.error")
 local faults = require("ciranda.sim.faults")
 local frame = require("ciranda.gcp.iap_frame")
 local iap = require("ciranda.gcp.iap")
+local patience = dofile("tests/fixtures/patience.lua")
 local random = require("ciranda.sim.random")
 local relay = require("ciranda.sim.iap")
 local server = require("ciranda.io.server")
@@ -236,16 +237,25 @@ describe("a tunnel through IAP", function()
       writer:cancel()
     end)
     -- Once is an accident.
-    with_relay(function(options, world, scope)
-      world.faults:add({ kind = "relay_mute", count = 1 })
-      options.max_kept, options.timeouts = 100000, { ack = 0.2 }
-      local got = receiver(1)
-      local tunnel = iap.open(options, port_of(backend), got.on_data, got.on_end)
-      local writer = scope:spawn(write_all, tunnel, ("x"):rep(1 << 20))
-      task.timeout(60, writer.wait, writer)
-      assert(tunnel.reconnects >= 1)
-      tunnel:close()
+    local err, reconnects = patience.within_more(0.2, function(seconds)
+      local problem, count
+      with_relay(function(options, world, scope)
+        world.faults:add({ kind = "relay_mute", count = 1 })
+        options.max_kept, options.timeouts = 100000, { ack = seconds }
+        local got = receiver(1)
+        local tunnel = iap.open(options, port_of(backend), got.on_data, got.on_end)
+        local writer = scope:spawn(write_all, tunnel, ("x"):rep(1 << 20))
+        patience.wait_for("the end of what is written, or of the tunnel", function()
+          return got.ended or writer:status() == "done"
+        end)
+        problem, count = got.err, tunnel.reconnects
+        writer:cancel()
+        tunnel:close()
+      end)
+      return not problem, problem, count
     end)
+    assert.is_nil(err)
+    assert(reconnects >= 1)
   end)
 
   it("renews a token that has expired, at the handshake and in the middle", function()

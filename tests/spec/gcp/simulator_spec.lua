@@ -1,6 +1,7 @@
 -- Google's clients against the simulated cloud as it runs: another process, its own OAuth, metadata server and Cloud
 -- Storage, reached through nothing but the variables that it prints.
 
+local addresses = require("ciranda.sim.addresses")
 local credentials = require("ciranda.gcp.credentials")
 local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
@@ -116,7 +117,11 @@ describe("Google's clients and the simulated cloud", function()
       local waiting = scope:spawn(pcall, qr.wait, qr, "ACTIVE", fast { timeout = 2 })
       task.sleep(0.1)
       getmetatable(simulator).__close(simulator)
+      -- Another simulator must not get the address meanwhile, and answer in this one's place.
+      local block = math.tointeger(tonumber(simulator.url:match("127%.(%d+)%.")))
+      local address = addresses.claim(block - addresses.FIRST_BLOCK)
       local ok, err = waiting:wait()
+      address:close()
       assert.is_false(ok)
       assert.is_true(errors.is(err, "timeout"), tostring(err))
     end)

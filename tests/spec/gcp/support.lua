@@ -135,7 +135,7 @@ function M.with_tpu(options, fn)
 end
 
 --- Waits that suit a cloud that is so fast.
-M.FAST = { first_poll = 0.01, most_poll = 0.05, timeout = 20, not_yet = 1 }
+M.FAST = { first_poll = 0.01, most_poll = 0.05, timeout = 100, not_yet = 1 }
 
 function M.fast(more)
   local options = {}

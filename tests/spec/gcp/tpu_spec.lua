@@ -281,21 +281,24 @@ describe("ciranda.gcp.tpu", function()
     it("goes on while the API fails in passing, but not when it refuses", function()
       support.with_tpu({}, function(tpu, project)
         local qr = tpu:create(request())
-        local failing = true
+        local failing, failed = true, 0
         function project.before(r)
           if r.method == "GET" and failing then
+            failed = failed + 1
             return { status = 503, body = "" }
           end
         end
         local client = tpu.client
         local json = client.json
         function client:json(call) -- a short patience for each look, so that the look itself fails
-          call.deadline = 0.02
+          call.deadline = failing and 0.02 or nil
           return json(self, call)
         end
         local scope <close> = task.scope()
         local waiting = scope:spawn(qr.wait, qr, "ACTIVE", fast())
-        task.sleep(0.2)
+        patience.wait_for("failures", function()
+          return failed > 20
+        end)
         failing = false
         assert.equal("ACTIVE", waiting:wait().state.state)
         function project.before()

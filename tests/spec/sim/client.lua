@@ -3,23 +3,22 @@ local assert = require("luassert")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
+local patience = dofile("tests/fixtures/patience.lua")
 local task = require("ciranda.task")
 
 local M = {}
 
-M.DEADLINE = 60
+M.DEADLINE = 100
 
-function M.eventually(what, fn, seconds)
-  local value
-  local ok = pcall(task.timeout, seconds or M.DEADLINE, function()
-    value = fn()
-    while not value do
-      task.sleep(0.05)
-      value = fn()
+-- Each look starts a program.
+function M.eventually(what, fn)
+  return patience.wait_for(what, function()
+    local value = fn()
+    if not value then
+      task.sleep(0.04)
     end
-  end)
-  assert.is_true(ok, "not in time: " .. what)
-  return value
+    return value
+  end, M.DEADLINE)
 end
 
 function M.curl(simulator, verb, path, body, headers)
@@ -34,7 +33,7 @@ function M.curl(simulator, verb, path, body, headers)
     table.insert(argv, type(body) == "table" and json.encode(body) or body)
   end
   table.insert(argv, path:find("^http") and path or simulator.url .. path)
-  argv.timeout = 30
+  argv.timeout = M.DEADLINE
   local out = process.run(argv):check().stdout
   local text, status = out:match("^(.*)\n(%d+)$")
   local ok, value = pcall(json.decode, text)
@@ -102,10 +101,10 @@ function M.ssh_client(simulator)
     return process.run({
       "ssh", "-F", "none", "-i", directory .. "/key", "-o", "IdentitiesOnly=yes",
       "-o", "StrictHostKeyChecking=yes", "-o", "UserKnownHostsFile=" .. directory .. "/known_hosts",
-      "-o", "GlobalKnownHostsFile=none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
+      "-o", "GlobalKnownHostsFile=none", "-o", "BatchMode=yes", "-o", "ConnectTimeout=60",
       option or "-T", "-p", simulator.env.CIRANDA_SSH_PORT,
       (user or "alice") .. "@" .. client.endpoints[worker + 1].ipAddress,
-      command, timeout = 30,
+      command, timeout = M.DEADLINE,
     })
   end
 

@@ -19,14 +19,14 @@ for _, mode in ipairs({ "auto", "none" }) do
     local simulator, ssh
 
     setup(function()
-      simulator = sim.start({ isolation = mode, delays = { patch = 0 } })
+      simulator = sim.start({ isolation = mode, delays = { patch = 0 }, grace = { notice = 3600 } })
       ssh = ssh_client(simulator)
       create(simulator, "job", 2, {
         acceleratorType = "v5litepod-16",
         runtimeVersion = "v2-alpha-tpuv5-lite",
         metadata = {
           ["ssh-keys"] = "alice:" .. ssh.public .. " alice",
-          ["startup-script"] = "echo booted $TPU_WORKER_ID >> started; pwd > where; id -u > by",
+          ["startup-script"] = "id -u > by; echo booted $TPU_WORKER_ID >> started",
         },
       })
       wait_for(simulator, "job", "ACTIVE")
@@ -116,9 +116,9 @@ for _, mode in ipairs({ "auto", "none" }) do
         "echo kept > kept; setsid -f sleep "
           .. nap
           .. " </dev/null >/dev/null 2>&1;"
-          .. " for i in $(seq 600); do "
+          .. " until "
           .. sleeps
-          .. " && exit 0; sleep 0.1; done; exit 1"
+          .. "; do sleep 0.1; done"
       )
       assert.are.equal(0, marked.code, marked.stderr)
       local boot_id = "cat ${CIRANDA_SIM_WORKER:-/proc/sys/kernel/random}/boot_id"
@@ -177,7 +177,10 @@ for _, mode in ipairs({ "auto", "none" }) do
         "curl -sS -f -H 'Metadata-Flavor: Google' http://$GCE_METADATA_HOST/computeMetadata/v1/instance/"
       local event = base .. "maintenance-event"
       local scope <close> = task.scope()
-      local waiting = scope:spawn(ssh.run, 2, event .. "'?wait_for_change=true&timeout_sec=25'")
+      -- With the mark of what it knows: what changes before the question is there counts too.
+      local mark = ssh.run(2, event .. " -D - -o /dev/null").stdout:match("[Ee][Tt]ag: (%S+)")
+      local change = ("'?wait_for_change=true&last_etag=%s&timeout_sec=50'"):format(mark)
+      local waiting = scope:spawn(ssh.run, 2, event .. change)
       eventually("the wait", function()
         return ssh.run(2, "pgrep -f 'wait_for_chang[e]'").code == 0
       end)
@@ -272,7 +275,7 @@ describe("a simulator", function()
       "ssh", "-F", "none", "-i", keys .. "/key", "-o", "StrictHostKeyChecking=no",
       "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-p", port,
       ("carol@127.%s.1.1"):format(address),
-      "setsid -f sleep 876543 </dev/null >/dev/null 2>&1; sleep 0.2", timeout = 30,
+      "setsid -f sleep 876543 </dev/null >/dev/null 2>&1", timeout = DEADLINE,
     }):check()
     fs.remove_tree(keys)
     local tree = { processes.get(tonumber(pid)) }
