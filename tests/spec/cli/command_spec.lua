@@ -34,7 +34,7 @@ describe("the command line", function()
   end)
 
   local function ciranda(...)
-    return process.run { BINARY, timeout = 20, ... }
+    return process.run { BINARY, timeout = 100, ... }
   end
 
   it("runs a recipe from a file, with modules beside it", function()

@@ -44,7 +44,7 @@ describe("progress", function()
     )
     local socket = directory .. "/tmux"
     local function tmux(...)
-      return process.run { "tmux", "-S", socket, "-f", "/dev/null", timeout = 10, ... }
+      return process.run { "tmux", "-S", socket, "-f", "/dev/null", timeout = 60, ... }
     end
     local _ <close> = setmetatable({}, {
       __close = function()
@@ -54,7 +54,7 @@ describe("progress", function()
     local command = ("env HOME=%s TERM=screen %s run %s"):format(directory, BINARY, recipe)
     assert.equal(0, tmux("new-session", "-d", "-s", "narrow", "-x", "60", "-y", "20", command).code)
     local screen
-    task.timeout(30, function()
+    task.timeout(60, function()
       repeat
         task.sleep(0.05)
         screen = tmux("capture-pane", "-p", "-t", "narrow").stdout
@@ -79,7 +79,7 @@ describe("progress", function()
       }
     ]]
     )
-    local result = process.run { BINARY, "run", recipe, env = { HOME = directory }, timeout = 30 }
+    local result = process.run { BINARY, "run", recipe, env = { HOME = directory }, timeout = 100 }
     assert.equal("Saving, 1 s: told: all\nSaving, 4 s: ended: all\n", result.stderr)
   end)
 end)

@@ -20,7 +20,7 @@ describe("the REPL in a terminal", function()
   local directory, socket
 
   local function tmux(...)
-    return process.run { "tmux", "-S", socket, "-f", "/dev/null", timeout = 10, ... }
+    return process.run { "tmux", "-S", socket, "-f", "/dev/null", timeout = 60, ... }
   end
 
   local function screen()
@@ -30,7 +30,7 @@ describe("the REPL in a terminal", function()
   --- Waits until the screen shows a text, and returns the screen.
   local function until_shown(text, seconds)
     local last
-    local ok = pcall(task.timeout, seconds or 30, function()
+    local ok = pcall(task.timeout, seconds or 60, function()
       while true do
         last = screen()
         if last:find(text, 1, true) then
@@ -114,7 +114,7 @@ describe("the REPL in a terminal", function()
     tmux("send-keys", "-t", "repl", "-l", "half a li")
     until_shown("from behind")
     local shown
-    local ok = pcall(task.timeout, 30, function()
+    local ok = pcall(task.timeout, 60, function()
       repeat
         shown = screen()
       until shown:find("from behind\n.*half a li[^\n]*\n*$")
@@ -134,7 +134,7 @@ describe("the REPL in a terminal", function()
     tmux("send-keys", "-t", "repl", "-l", "this is dropped")
     until_shown("this is dropped")
     tmux("send-keys", "-t", "repl", "C-c")
-    task.timeout(20, function()
+    task.timeout(60, function()
       while not screen():find("this is dropped[^\n]*\n>%s*$") do
         task.sleep(0.05)
       end
@@ -165,7 +165,7 @@ describe("a secret that is asked for", function()
     local directory = fs.tempdir()
     local socket = directory .. "/tmux"
     local function tmux(...)
-      return process.run({ "tmux", "-S", socket, "-f", "/dev/null", timeout = 10, ... })
+      return process.run({ "tmux", "-S", socket, "-f", "/dev/null", timeout = 60, ... })
     end
     local _ <close> = setmetatable({}, {
       __close = function()
@@ -212,7 +212,7 @@ describe("the REPL without a terminal", function()
       BINARY,
       "repl",
       stdin = "1 + 1\nfunction f()\nreturn 'x' end\nf()\nx = = 1\n'on'\n",
-      timeout = 20,
+      timeout = 100,
     }
     assert.equal(0, result.code)
     assert.matches("^2\nx\n", result.stdout)
@@ -221,7 +221,7 @@ describe("the REPL without a terminal", function()
   end)
 
   it("says when the input ends in the middle of a statement", function()
-    local result = process.run { BINARY, "repl", stdin = "function f()\n", timeout = 20 }
+    local result = process.run { BINARY, "repl", stdin = "function f()\n", timeout = 100 }
     assert.matches("ended in the middle", result.stdout)
   end)
 end)
