@@ -36,7 +36,6 @@ cir_target *cir_target_add(cir_guard *guard, const cir_proc *proc) {
   close(guard->pidfds[at]);
   guard->pidfds[at] = -1;
   state->targets[at] = (cir_target){.pid = proc->pid, .start = proc->start};
-  memcpy(state->targets[at].exe, proc->exe, sizeof proc->exe);
   if (at == state->count)
     __atomic_store_n(&state->count, at + 1, __ATOMIC_RELEASE);
   return &state->targets[at];
@@ -160,15 +159,13 @@ static void stop_restarts(cir_guard *guard, const cir_tree *tree) {
         cir_find(state, proc) || below_target(state, tree, proc))
       continue;
     uint64_t look = cir_look(proc->pid);
-    uint32_t t = 0;
-    while (t < state->count &&
-           !(state->targets[t].wave == CIR_FIRST && state->targets[t].look == look))
-      t++;
-    for (int up = proc->up; t < state->count && up >= 0 && tree->list[up].ours;
-         up = tree->list[up].up)
+    bool again = false;
+    for (uint32_t t = 0; t < state->count; t++)
+      again = again || (state->targets[t].wave == CIR_FIRST && state->targets[t].look == look);
+    for (int up = proc->up; again && up >= 0 && tree->list[up].ours; up = tree->list[up].up)
       if (tree->list[up].kind == CIR_SHELL)
         terminate(guard, &tree->list[up], CIR_SECOND);
-    if (t < state->count)
+    if (again)
       terminate(guard, proc, CIR_SECOND);
   }
 }

@@ -55,8 +55,8 @@ typedef struct {
   cir_source method;
 } cir_options;
 
-/* A process that is watched: the leader (always the first) and every process that was sent a TERM.
- */
+/* A process that is watched: the leader (always the first), every process that was sent a TERM, and
+ * the top of each piece of a tree that was adopted. */
 typedef struct {
   uint64_t start; /* clock ticks since boot: pid, start and boot id are a process' key */
   uint64_t look;  /* hash of executable and arguments */
@@ -83,21 +83,13 @@ typedef struct {
   cir_target targets[CIR_TARGETS];
 } cir_state;
 
-/* What one guarding process owns. */
-typedef struct {
-  cir_state *state;
-  int lock, output, log, wake, signals;
-  bool exit_info;          /* pidfds tell the exit status */
-  int pidfds[CIR_TARGETS]; /* -1 when there is none */
-} cir_guard;
-
 typedef struct {
   uint64_t start, stdin_pipe; /* the pipe's inode, 0 when standard input is none */
   pid_t pid, parent;
   int up; /* index of the parent, -1 when it is not in the list */
   cir_kind kind;
-  bool alive, in_tree, ours; /* alive: something of it can run; ours: both of the others */
-  bool visited, has_child, holds, fed, chosen;
+  bool alive, in_tree, ours; /* alive: a thread of it can run; ours: both of the others */
+  bool visited, top, has_child, holds, fed, chosen;
   char exe[34];
 } cir_proc;
 
@@ -110,6 +102,15 @@ typedef struct {
   } * pipes;
   size_t count, size, pipe_count, pipe_size;
 } cir_tree;
+
+/* What one guarding process owns. */
+typedef struct {
+  cir_state *state;
+  cir_tree tree;
+  int lock, output, log, wake, signals;
+  bool exit_info;          /* pidfds tell the exit status */
+  int pidfds[CIR_TARGETS]; /* -1 when there is none */
+} cir_guard;
 
 typedef struct {
   char *data;
@@ -131,7 +132,7 @@ int64_t cir_clock(clockid_t clock);
 
 /* tree.c: who is there */
 bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status);
-size_t cir_tree_scan(cir_tree *tree, const cir_state *state);
+size_t cir_tree_scan(cir_tree *tree, cir_state *state);
 void cir_tree_descriptors(cir_tree *tree, const char *prefixes);
 uint64_t cir_look(pid_t pid);
 char *cir_marker(void);
@@ -151,6 +152,7 @@ bool cir_has_exit_info(void);
 
 /* log.c: from the command's output to the file */
 int cir_log_open(cir_guard *guard);
+void cir_log_resume(const cir_guard *guard);
 bool cir_log_drain(cir_guard *guard);
 
 /* record.c: what is said about an attempt */
@@ -160,12 +162,13 @@ void cir_announce(cir_state *state);
 void cir_add_delivery(cir_text *text, int delivery);
 
 /* supervise.c: the loop of a guard */
-void cir_clear_lock(const cir_state *state);
+void cir_clear_lock(cir_guard *guard);
 int cir_guard_loop(cir_guard *guard);
 int cir_outer_loop(cir_guard *guard, pid_t inner);
 
 /* start.c: starting once, and adopting */
 cir_state *cir_map(bool fresh);
+int cir_take_lock(void);
 int cir_run(const cir_options *options);
 int cir_adopt(const cir_options *options);
 

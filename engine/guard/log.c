@@ -23,9 +23,19 @@ int cir_log_open(cir_guard *guard) {
     return -1;
   /* Room while another guard takes over; refused is fine. */
   fcntl(guard->output, F_SETPIPE_SZ, 1 << 20);
-  guard->state->log_size = lseek(guard->log, 0, SEEK_END);
+  cir_log_resume(guard);
   guard->state->log_grew = cir_now();
   return 0;
+}
+
+/* Go on behind what an earlier guard wrote. Where that is less than it had counted it was killed
+ * while it wrote the last words again: they are lost, and no zeros are passed off as them. */
+void cir_log_resume(const cir_guard *guard) {
+  off_t end = lseek(guard->log, 0, SEEK_END);
+  if (end < guard->state->log_size)
+    guard->state->log_first = guard->state->log_size;
+  else
+    guard->state->log_size = end;
 }
 
 /* What splice cannot do, on a full disk or an odd file system. Returns the bytes taken; those not
@@ -33,10 +43,9 @@ int cir_log_open(cir_guard *guard) {
 static ssize_t copy_or_drop(cir_guard *guard) {
   ssize_t got = read(guard->output, data, CHUNK);
   ssize_t put = got > 0 ? pwrite(guard->log, data, (size_t)got, guard->state->log_size) : 0;
-  if (got > 0) {
-    guard->state->log_size += put > 0 ? put : 0;
-    guard->state->dropped += (uint64_t)(put > 0 ? got - put : got);
-  }
+  put = put > 0 ? put : 0;
+  guard->state->log_size += put;
+  guard->state->dropped += got > 0 ? (uint64_t)(got - put) : 0;
   return got;
 }
 

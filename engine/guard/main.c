@@ -75,8 +75,7 @@ int main(int argc, char **argv) {
       close(fd); /* what the caller forgot to close would hold its connection open */
   if (argc == 2 && strcmp(argv[1], "--help") == 0)
     return fputs(usage, stdout) >= 0 ? CIR_OK : CIR_FAILED;
-  for (size_t i = 0; argc >= 3 && i < sizeof commands / sizeof *commands; i++) {
-    int at = 3;
+  for (int i = 0, at = 3; argc >= 3 && i < (int)(sizeof commands / sizeof *commands); i++) {
     if (strcmp(argv[1], commands[i].name) != 0)
       continue;
     options.directory = argv[2];

@@ -82,17 +82,16 @@ static void add_status(const cir_state *state, cir_text *text) {
     if (first && known && (!chosen || (chosen->status == 0 && target->status != 0)))
       chosen = target;
   }
-  const char *source =
-      unknown && chosen && chosen->status == 0 ? "target: others unknown" : "target";
+  const char *from = chosen && chosen->status == 0 && unknown ? "target: others unknown" : "target";
   if (!chosen && state->targets[0].source != CIR_UNKNOWN) {
     chosen = &state->targets[0];
-    source = unknown ? "leader: targets unknown" : "leader";
+    from = unknown ? "leader: targets unknown" : "leader";
   }
   if (chosen)
     cir_add(text, ",\"status\":%d,\"status_source\":\"%s\"",
             WIFSIGNALED(chosen->status) ? 128 + WTERMSIG(chosen->status)
                                         : WEXITSTATUS(chosen->status),
-            source);
+            from);
   else
     cir_add(text, ",\"status\":null,\"status_source\":\"unknown\"");
 }

@@ -40,10 +40,12 @@ int cir_status(const cir_options *options) {
   static cir_state copy;
   static cir_tree tree;
   cir_text text = {data, sizeof data, 0};
+  /* In this order: who has started and is not guarded any more has written the record before. */
+  bool started = access("started", F_OK) == 0;
   const cir_state *state = running();
+  bool guarded = state || cir_guarded();
   char *record = cir_read("exit", NULL);
-  bool started = access("started", F_OK) == 0,
-       lost = !record && !state && started && !cir_guarded();
+  bool lost = !record && started && !guarded;
   if (!record && (state || (state = cir_map(false))))
     copy = *state;
   if (lost) { /* only the marks tell who is ours: the guards' pids may be another's by now */
@@ -52,11 +54,11 @@ int cir_status(const cir_options *options) {
   }
   cir_boot_id(options, boot_id, sizeof boot_id);
   cir_add(&text, "{\"state\":\"%s\",\"rebooted\":%s",
-          record       ? "exited"
-          : lost       ? "lost"
-          : !started   ? "staged"
-          : copy.asked ? "stopping"
-                       : "running",
+          record                 ? "exited"
+          : lost                 ? "lost"
+          : !started && !guarded ? "staged"
+          : copy.asked           ? "stopping"
+                                 : "running",
           lost && strcmp(copy.boot_id, boot_id) != 0 ? "true" : "false");
   if (copy.begun) {
     cir_tree_scan(&tree, &copy);
@@ -75,15 +77,17 @@ int cir_status(const cir_options *options) {
   return print(data, lost ? CIR_LOST : CIR_OK);
 }
 
-/* An attempt that was never started never will be: a `run` that arrives late finds it ended. */
+/* An attempt that was never started never will be: a `run` that arrives late finds it ended. One
+ * that is being started, or ended by another `stop`, is left to that. */
 static int stop_staged(const cir_options *options) {
   static cir_state state;
   state.stop_at = cir_wall();
   strcpy(state.error, "stopped before it was started");
   snprintf(state.reason, sizeof state.reason, "%s", options->word);
   cir_boot_id(options, state.boot_id, sizeof state.boot_id);
-  bool made = mkdir("started", 0700) == 0;
-  if (made && cir_record_write(&state) == 0)
+  bool made =
+      cir_take_lock() >= 0 && mkdir("started", 0700) == 0; /* locked until this process ends */
+  if (made ? cir_record_write(&state) == 0 : errno == EEXIST)
     return CIR_OK;
   cir_fail("cannot mark %s as stopped: %m", options->directory);
   if (made) { /* a stop that failed can be asked again */

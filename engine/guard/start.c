@@ -55,21 +55,34 @@ static int prepare(const char *directory, staged *start) {
   return start->cwd < 0 ? CIR_FAILED : CIR_OK;
 }
 
+/* Take the lock of an attempt; -1 with errno, EEXIST when a guard has it. Who asks whether one has
+ * it shares the lock for a moment, and who is about to start the attempt has it alone: both are
+ * waited out. */
+int cir_take_lock(void) {
+  int lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  for (int tries = 6000; flock(lock, LOCK_EX | LOCK_NB) != 0; tries--) {
+    int error = tries == 0 ? EBUSY : flock(lock, LOCK_SH | LOCK_NB) == 0 ? 0 : errno;
+    if (error == EWOULDBLOCK)
+      error = access("started", F_OK) == 0 ? EEXIST : 0;
+    if (error) {
+      close(lock);
+      errno = error;
+      return -1;
+    }
+    flock(lock, LOCK_UN);
+    cir_nap(5);
+  }
+  return lock;
+}
+
 /* Make the attempt ours. 1: it is; 0: it was started before; -1: neither, and why was said. */
 static int claim(const char *directory, staged *start, int *lock) {
   if (access("started", F_OK) == 0)
     return 0;
   if (prepare(directory, start) != CIR_OK)
     return -1;
-  *lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  for (int tries = 400; flock(*lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries--) {
-    if (access("started", F_OK) == 0)
-      return 0;
-    if (tries == 0)
-      return -cir_fail("another process holds the lock of %s", directory);
-    cir_nap(5);
-  }
-  bool made = mkdir("started", 0700) == 0;
+  *lock = cir_take_lock();
+  bool made = *lock >= 0 && mkdir("started", 0700) == 0;
   if (made || errno == EEXIST)
     return made;
   return -cir_fail("cannot make %s/started: %m; nothing was started", directory);
@@ -106,7 +119,7 @@ static int set_up(cir_guard *guard, const cir_options *options, bool fresh) {
   if (fresh) {
     guard->state->options = *options;
     cir_boot_id(options, guard->state->boot_id, sizeof guard->state->boot_id);
-    cir_clear_lock(guard->state);
+    cir_clear_lock(guard);
   }
   close(record);
   return CIR_OK;
@@ -166,10 +179,10 @@ static void start_leader(cir_guard *guard, const staged *start) {
     cir_text text = {line, sizeof line, 0};
     close(go[1]);
     cir_proc_read(leader, &proc, NULL);
-    cir_target_add(guard, &proc);
     cir_add(&text, "%d %llu %s\n", (int)leader, (unsigned long long)proc.start, state->boot_id);
     noted = cir_replace("pid.new", "pid", &text) == 0;
     if (noted) {
+      cir_target_add(guard, &proc);
       state->started_at = cir_wall();
       state->error[0] = '\0';
       /* The other end is closed by exec, and by its failure. */
@@ -243,24 +256,12 @@ int cir_run(const cir_options *options) {
   return CIR_OK;
 }
 
-/* Take the lock of an attempt; false when a guard has it. Who asks whether one has it shares the
- * lock for a moment: that is waited out. */
-static bool take_lock(int lock) {
-  for (int tries = 400; flock(lock, LOCK_EX | LOCK_NB) != 0; tries--) {
-    if (errno != EWOULDBLOCK || tries == 0 || flock(lock, LOCK_SH | LOCK_NB) != 0)
-      return false;
-    flock(lock, LOCK_UN);
-    cir_nap(5);
-  }
-  return true;
-}
-
 /* `adopt DIR`: guard what is left of an attempt whose guards were killed. Quiet, and CIR_OK where
  * there is nothing to do. */
 int cir_adopt(const cir_options *options) {
   static cir_guard guard;
-  guard.lock = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 || !take_lock(guard.lock))
+  if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 ||
+      (guard.lock = cir_take_lock()) < 0)
     return CIR_OK;
   const cir_state *there = cir_map(false);
   char boot_id[64];

@@ -12,18 +12,18 @@
 
 /* Remove the accelerator library's lock file when nobody has it locked or holds the device: the
  * dead leave it behind. */
-void cir_clear_lock(const cir_state *state) {
-  static cir_tree tree;
-  int lock = open(state->options.lock, O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+void cir_clear_lock(cir_guard *guard) {
+  const cir_options *options = &guard->state->options;
+  int lock = open(options->lock, O_RDWR | O_NOFOLLOW | O_CLOEXEC);
   if (lock < 0)
     return;
   bool held = flock(lock, LOCK_EX | LOCK_NB) != 0;
-  cir_tree_scan(&tree, state);
-  cir_tree_descriptors(&tree, state->options.devices);
-  for (size_t i = 0; i < tree.count; i++)
-    held = held || tree.list[i].holds;
+  cir_tree_scan(&guard->tree, guard->state);
+  cir_tree_descriptors(&guard->tree, options->devices);
+  for (size_t i = 0; i < guard->tree.count; i++)
+    held = held || guard->tree.list[i].holds;
   if (!held)
-    unlink(state->options.lock);
+    unlink(options->lock);
   close(lock);
 }
 
@@ -32,7 +32,7 @@ static int finish(cir_guard *guard) {
   for (int64_t deadline = cir_now() + 10000; cir_log_drain(guard) && cir_now() < deadline;)
     ;
   cir_settle(guard);
-  cir_clear_lock(guard->state);
+  cir_clear_lock(guard);
   fdatasync(guard->log);
   for (int tries = 60; cir_record_write(guard->state) != 0; tries--) {
     if (tries == 0)
@@ -56,13 +56,16 @@ static bool asked_to_stop(const cir_guard *guard) {
 
 /* Whether anything of ours runs. What was adopted is nobody's child here: look for it. */
 static bool anything_left(cir_guard *guard, int64_t *look) {
-  static cir_tree tree;
   bool children = cir_reap(guard);
   if (!guard->state->adopted || cir_now() < *look)
     return children || guard->state->adopted;
   *look = cir_now() + ADOPTED_BEAT;
   cir_settle(guard);
-  return cir_tree_scan(&tree, guard->state) > 0;
+  size_t left = cir_tree_scan(&guard->tree, guard->state);
+  for (size_t i = 0; i < guard->tree.count && guard->state->count < CIR_TARGETS / 2; i++)
+    if (guard->tree.list[i].top && !cir_find(guard->state, &guard->tree.list[i]))
+      cir_target_add(guard, &guard->tree.list[i]);
+  return left > 0;
 }
 
 /* Guard until nothing of the command is left. Returns the guard's exit status. */
@@ -91,10 +94,10 @@ int cir_guard_loop(cir_guard *guard) {
     int64_t next = state->asked && step < beat ? step : beat;
     if (state->adopted && look < next)
       next = look;
-    int64_t rest = more || next < cir_now() ? 0 : next - cir_now();
+    int64_t rest = more ? 0 : next - cir_now();
     struct pollfd fds[] = {
         {guard->signals, POLLIN, 0}, {guard->wake, POLLIN, 0}, {guard->output, POLLIN, 0}};
-    poll(fds, 3, (int)rest);
+    poll(fds, 3, rest > 0 ? (int)rest : 0); /* below 0 it would wait for ever */
     char wake[64];
     while (read(guard->wake, wake, sizeof wake) > 0)
       step = 0; /* somebody asks for something: it is in the state */
@@ -119,7 +122,6 @@ int cir_outer_loop(cir_guard *guard, pid_t inner) {
   guard->state->takeovers++;
   if (guard->state->count == 0 && !guard->state->error[0])
     strcpy(guard->state->error, "the guard was killed before it started the command");
-  off_t end = lseek(guard->log, 0, SEEK_END); /* short when it was just given back */
-  guard->state->log_size = end > guard->state->log_size ? end : guard->state->log_size;
+  cir_log_resume(guard);
   return cir_guard_loop(guard);
 }

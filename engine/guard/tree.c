@@ -3,10 +3,11 @@
  * them is.
  *
  * A process is ours when its parent chain reaches the guard. Where an earlier guard was killed the
- * chain is broken; then the attempt's variable in the environment marks the top of each piece.
+ * chain is broken; then the attempt's variable in the environment marks the top of each piece. It
+ * cannot be read in the middle of exec or exit: a top that was found once is remembered as a
+ * target.
  */
 #include "guard.h"
-#include <ctype.h>
 #include <dirent.h>
 
 /*
@@ -26,8 +27,6 @@ static const char *const names[] = {
         "uniq nl pv wc paste rev tac column fold fmt jq less more logger multilog svlogd s6-log "
         "rotatelogs cronolog split gzip pigz xz bzip2 zstd lz4 base64 od xxd hexdump iconv "
         "mbuffer sponge sleep yes echo printf seq true false date "};
-/* One executable: comm says which program. */
-static const char multicalls[] = " busybox coreutils toybox ";
 
 static bool listed(const char *list, const char *name) {
   char word[40];
@@ -54,12 +53,12 @@ static void exe_path(pid_t pid, char *path, size_t size) {
 }
 
 /* Class a process by its executable's base name, or by comm (which `exe` still holds) where that
- * says nothing. */
+ * says nothing, as where one executable is many programs. */
 static void classify(cir_proc *proc) {
   char path[4096];
   exe_path(proc->pid, path, sizeof path);
   const char *name = strrchr(path, '/');
-  if (name && name[1] && !listed(multicalls, name + 1))
+  if (name && name[1] && !listed(" busybox coreutils toybox ", name + 1))
     snprintf(proc->exe, sizeof proc->exe, "%.33s", name + 1);
   while (proc->kind < CIR_PROGRAM && !listed(names[proc->kind], proc->exe))
     proc->kind++;
@@ -73,7 +72,6 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
   *proc = (cir_proc){.pid = pid, .up = -1};
   if (good) {
     *end = '\0';
-    proc->alive = end[2] != 'Z' && end[2] != 'X';
     snprintf(proc->exe, sizeof proc->exe, "%.33s", comm + 1);
     char *at = end + 3;
     unsigned long long fields[53] = {0}; /* as proc(5) numbers them */
@@ -81,6 +79,8 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
       fields[field] = strtoull(at, &at, 10);
     proc->parent = (pid_t)fields[4];
     proc->start = fields[22];
+    /* The first thread may end before the others: it is a zombie then, the program is none. */
+    proc->alive = (end[2] != 'Z' && end[2] != 'X') || fields[20] > 1;
     if (exit_status)
       *exit_status = proc->alive ? -1 : (int)fields[52];
   }
@@ -109,12 +109,11 @@ static bool marked(pid_t pid) {
 }
 
 static int by_pid(const void *a, const void *b) {
-  pid_t x = ((const cir_proc *)a)->pid, y = ((const cir_proc *)b)->pid;
-  return (x > y) - (x < y);
+  return ((const cir_proc *)a)->pid - ((const cir_proc *)b)->pid;
 }
 
 /* Whether process i is ours. Each is asked once: the answer stays in `in_tree`. */
-static bool belongs(cir_tree *tree, size_t i, const cir_state *state) {
+static bool belongs(cir_tree *tree, size_t i, cir_state *state) {
   cir_proc *proc = &tree->list[i];
   if (proc->visited)
     return proc->in_tree;
@@ -124,23 +123,19 @@ static bool belongs(cir_tree *tree, size_t i, const cir_state *state) {
   if (proc->up >= 0)
     proc->in_tree = proc->parent == state->guard || belongs(tree, (size_t)proc->up, state);
   if (!proc->in_tree && state->adopted)
-    proc->in_tree =
-        (proc->pid == state->targets[0].pid && proc->start == state->targets[0].start) ||
-        marked(proc->pid);
+    proc->top = proc->in_tree = cir_find(state, proc) || marked(proc->pid);
   return proc->in_tree;
 }
 
 /* Read the process list, find parents by pid, mark and class what is ours. Returns how many of ours
  * are alive. */
-size_t cir_tree_scan(cir_tree *tree, const cir_state *state) {
+size_t cir_tree_scan(cir_tree *tree, cir_state *state) {
   size_t alive = 0;
-  tree->count = 0;
   DIR *directory = opendir("/proc");
   if (!directory)
     return 1; /* nothing can be seen, so nothing can be said to have ended */
-  for (struct dirent *entry; (entry = readdir(directory));) {
-    if (!isdigit((unsigned char)entry->d_name[0]))
-      continue;
+  tree->count = 0;
+  for (struct dirent *entry; (entry = readdir(directory));) { /* what is no number is read as 0 */
     tree->list = cir_room(tree->list, tree->count, &tree->size, sizeof *tree->list);
     tree->count += cir_proc_read((pid_t)atol(entry->d_name), &tree->list[tree->count], NULL);
   }

@@ -1,20 +1,12 @@
 /*
  * child.c - the program that a guard's tests run: it says what happens to it, and saves when it
- * gets a SIGTERM.
- *
- *   child JOURNAL NONCE SAVE_MS STATUS [OPTION...]
- *
- * Every line in JOURNAL (appended) is "NONCE PID EVENT". Without a signal it ends with status 99
- * after 60 s. ignore      SIGTERM does nothing workers     two forked workers, which die of
- * SIGTERM; without both of them there is nothing to save device=F    hold the file F open root (of
- * a setuid copy) become root for good chatter=N   print N lines of 64 bytes, in bursts for=MS end
- * with STATUS after MS without a signal threads     the save is done by another thread than the
- * main one
+ * gets a SIGTERM. Every line in JOURNAL (appended) is "NONCE PID EVENT".
  */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,9 +14,26 @@
 #include <time.h>
 #include <unistd.h>
 
+static const char usage[] =
+    "child JOURNAL NONCE SAVE_MS STATUS [OPTION...]: without a signal it ends with 99 after 60 s\n"
+    "  ignore      SIGTERM does nothing\n"
+    "  workers     two forked workers, which die of SIGTERM; without both nothing can be saved\n"
+    "  device=F    hold the file F open\n"
+    "  root        (of a setuid copy) become root for good\n"
+    "  chatter=N   print N lines of 64 bytes, in bursts\n"
+    "  for=MS      end with STATUS after MS without a signal\n"
+    "  until=F     end with STATUS without a signal when there is a file F\n"
+    "  saved=F     the save lasts until there is a file F\n"
+    "  forget=F    empty the environment when there is a file F\n"
+    "  threads     the save is done by another thread than the main one\n"
+    "  orphan      the same, and the main thread ends at once\n";
+
 static const char *nonce;
 static int journal = -1;
 static volatile sig_atomic_t terms;
+static long save, lines, start, limit = 60000;
+static int status, device = -1, workers;
+static const char *until, *saved, *forget;
 
 static void say(const char *event) {
   char line[200];
@@ -80,12 +89,45 @@ static void chatter(long lines) {
   }
 }
 
+/* Be at work until a signal or the end, and save. */
+static void *work(void *arg) {
+  say("ready");
+  chatter(lines);
+  while (!terms && now() - start < limit && !(until && access(until, F_OK) == 0)) {
+    if (forget && access(forget, F_OK) == 0)
+      for (char **variable = environ; *variable; variable++)
+        memset(*variable, 0, strlen(*variable));
+    nap(10);
+  }
+  if (!terms) {
+    say("end");
+    exit(until || limit < 60000 ? status : 99);
+  }
+  for (long begin = now(); now() - begin < save || (saved && access(saved, F_OK) != 0);)
+    nap(10);
+  for (int w = 0; w < workers; w++)
+    if (waitpid(-1, NULL, WNOHANG) != 0) {
+      say("lost");
+      exit(96);
+    }
+  say("saved");
+  if (device >= 0)
+    close(device);
+  exit(status);
+  return arg;
+}
+
 int main(int argc, char **argv) {
-  if (argc < 5)
+  if (argc < 5) {
+    fputs(usage, stderr);
     return 98;
+  }
   nonce = argv[2];
-  long save = atol(argv[3]), lines = 0, limit = 60000, start = now();
-  int status = atoi(argv[4]), device = -1, workers = 0;
+  save = atol(argv[3]);
+  status = atoi(argv[4]);
+  start = now();
+  bool orphan = false;
+  pthread_t thread;
   journal = open(argv[1], O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (journal < 0)
     return 98;
@@ -103,12 +145,18 @@ int main(int argc, char **argv) {
       lines = atol(argv[i] + 8);
     else if (strncmp(argv[i], "for=", 4) == 0)
       limit = atol(argv[i] + 4);
+    else if (strncmp(argv[i], "until=", 6) == 0)
+      until = argv[i] + 6;
+    else if (strncmp(argv[i], "saved=", 6) == 0)
+      saved = argv[i] + 6;
+    else if (strncmp(argv[i], "forget=", 7) == 0)
+      forget = argv[i] + 7;
+    else if (strcmp(argv[i], "orphan") == 0)
+      orphan = true;
     else if (strcmp(argv[i], "threads") == 0)
-      for (int t = 0; t < 4; t++) {
-        pthread_t thread;
+      for (int t = 0; t < 4; t++)
         if (pthread_create(&thread, NULL, idle, NULL) != 0)
           return 97;
-      }
   }
   for (int w = 0; w < workers; w++) {
     pid_t pid = fork();
@@ -119,23 +167,9 @@ int main(int argc, char **argv) {
   sigaction(SIGTERM, &action, NULL);
   action.sa_handler = on_usr1;
   sigaction(SIGUSR1, &action, NULL);
-  say("ready");
-  chatter(lines);
-  while (!terms && now() - start < limit)
-    nap(10);
-  if (!terms) {
-    say("end");
-    return limit < 60000 ? status : 99;
-  }
-  for (long begin = now(); now() - begin < save;)
-    nap(10);
-  for (int w = 0; w < workers; w++)
-    if (waitpid(-1, NULL, WNOHANG) != 0) {
-      say("lost");
-      return 96;
-    }
-  say("saved");
-  if (device >= 0)
-    close(device);
-  return status;
+  if (orphan && pthread_create(&thread, NULL, work, NULL) != 0)
+    return 97;
+  if (orphan)
+    pthread_exit(NULL);
+  work(NULL);
 }

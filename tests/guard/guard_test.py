@@ -12,9 +12,10 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import time
 
-from harness import Attempt, Skip, Suite
+from harness import Attempt, Holder, Skip, Suite
 
 NOBODY = 65534
 
@@ -126,23 +127,21 @@ def cannot_exec(attempt):
 @case
 def channel_closes(attempt):
     """`run` returns and its channel closes while the command goes on."""
-    begin = time.monotonic()
-    attempt.run(attempt.cmd(100, 0, "for=2000"))  # capture_output waits for the end of both streams
-    assert time.monotonic() - begin < 1.5
-    assert attempt.record()["status"] == 0
+    attempt.run(attempt.cmd(100, 17, "until=" + attempt.gate()))  # returns at the end of both streams
+    attempt.open_gate()
+    assert attempt.record()["status"] == 17
 
 
 @case
 def sixty_starts(attempt):
     """Sixty parallel starts run once, and all of them succeed."""
-    attempt.stage("echo started >> count; sleep 1; exit 3")
-    runs = [subprocess.Popen([attempt.suite.guard, "run", attempt.directory], stdout=subprocess.PIPE)
-            for _ in range(60)]
-    outputs = [run.communicate(timeout=30)[0] for run in runs]
-    assert all(run.returncode == 0 for run in runs), [run.returncode for run in runs]
-    states = [json.loads(out) for out in outputs]
-    assert {s["state"] for s in states} <= {"running", "exited"}, states
-    assert len({s["pid"] for s in states if s["state"] == "running"}) == 1, states
+    attempt.stage("echo started >> count; until [ -e gate ]; do sleep 0.05; done; exit 3")
+    runs = [attempt.start("run") for _ in range(60)]
+    outputs = [run.communicate(timeout=60) for run in runs]
+    assert all(run.returncode == 0 for run in runs), outputs
+    states = [json.loads(out) for out, _ in outputs]
+    assert {s["state"] for s in states} == {"running"} and len({s["pid"] for s in states}) == 1, states
+    attempt.open_gate()
     assert attempt.record()["status"] == 3
     with open(os.path.join(attempt.work, "count")) as file:
         assert file.read() == "started\n"
@@ -153,11 +152,12 @@ def sixty_starts(attempt):
 @case
 def inner_killed(attempt):
     """SIGKILL of the inner guard: the outer one goes on, no byte and no status is lost."""
-    attempt.run(attempt.cmd(200, 9, "chatter=100000", "for=1") + "; exit $?")
+    attempt.run(attempt.cmd(200, 9, "chatter=100000", "until=" + attempt.gate()) + "; exit $?")
     attempt.wait_for("some output", lambda: len(attempt.log()) > 1000)
     before = attempt.status()
     os.kill(before["guard"], signal.SIGKILL)
     attempt.wait_for("the takeover", lambda: attempt.status()["guard"] == before["outer"])
+    attempt.open_gate()
     record = attempt.record()
     assert record["status"] == 9 and record["leader"]["source"] == "wait" and record["takeovers"] == 1, record
     assert attempt.log() == lines(100000), "the log differs"
@@ -167,12 +167,15 @@ def inner_killed(attempt):
 @case
 def inner_killed_in_stop(attempt):
     """SIGKILL of the inner guard after the TERM: no second TERM, and the stop goes on."""
-    attempt.run(attempt.cmd(1000, 11) + "; true", "--linger", "0.3")
+    attempt.run(attempt.cmd(100, 11, "saved=" + attempt.gate()) + "; true", "--linger", "0.3")
     attempt.wait_ready()
-    stop = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"], stdout=subprocess.PIPE)
+    stop = attempt.start("stop", "--grace", "60")
     attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
-    os.kill(attempt.status()["guard"], signal.SIGKILL)
-    record = json.loads(stop.communicate(timeout=20)[0])
+    before = attempt.status()
+    os.kill(before["guard"], signal.SIGKILL)
+    attempt.wait_for("the takeover", lambda: attempt.status()["guard"] == before["outer"])
+    attempt.open_gate()
+    record = json.loads(stop.communicate(timeout=60)[0])
     assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
     assert record["status"] == 11 and record["takeovers"] == 1, record
 
@@ -180,13 +183,13 @@ def inner_killed_in_stop(attempt):
 @case
 def stop_killed(attempt):
     """SIGKILL of `stop` once it has said that the guard knows: the attempt is stopped all the same."""
-    attempt.run(attempt.cmd(500, 13) + "; true", "--linger", "0.2")
+    attempt.run(attempt.cmd(100, 13, "saved=" + attempt.gate()) + "; true", "--linger", "0.2")
     attempt.wait_ready()
-    stop = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"],
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    stop = attempt.start("stop", "--grace", "60")
     assert stop.stderr.readline() == b"asked\n"
     stop.kill()
-    stop.communicate(timeout=20)
+    stop.communicate(timeout=60)
+    attempt.open_gate()
     record = attempt.record()
     assert record["stopped"] and record["status"] == 13, record
 
@@ -199,6 +202,12 @@ def outer_killed(attempt):
     os.kill(attempt.status()["outer"], signal.SIGKILL)
     record, _ = attempt.stop("--grace", "20", "--linger", "0.2")
     assert record["status"] == 12 and record["takeovers"] == 0, record
+
+
+def process_state(pid):
+    """The letter by which the kernel says what the process' first thread does."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0]
 
 
 def kill_both(attempt):
@@ -237,14 +246,17 @@ def both_killed(attempt):
 @case
 def both_killed_in_stop(attempt):
     """SIGKILL of both guards after the TERM: `stop` adopts, and sends no second TERM."""
-    attempt.run(attempt.cmd(1200, 14) + "; true", "--linger", "0.2")
+    attempt.run(attempt.cmd(100, 14, "saved=" + attempt.gate()) + "; true", "--linger", "0.2")
     attempt.wait_ready()
-    first = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"],
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = attempt.start("stop", "--grace", "60")
     attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
     kill_both(attempt)
-    assert first.wait(20) == 1
-    record, _ = attempt.stop("--grace", "20")
+    first.communicate(timeout=60)
+    assert first.returncode == 1
+    second = attempt.start("stop", "--grace", "60")
+    attempt.wait_for("the adoption", lambda: attempt.status().get("adopted"))
+    attempt.open_gate()
+    record = json.loads(second.communicate(timeout=60)[0])
     assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
     assert record["adopted"] and record["status"] in (14, 0, 143), record
     assert attempt.alive() == []
@@ -266,6 +278,27 @@ def both_killed_and_over(attempt):
 
 
 @case
+def adopted_without_environment(attempt):
+    """A process that was adopted is known when its environment can no longer be read, as in exec and in exit."""
+    attempt.run(attempt.cmd(100, 18, "forget=" + attempt.gate("forget")) + " & exit 0")
+    attempt.wait_ready()
+    attempt.wait_for("the leader's end", lambda: attempt.status()["leader"]["code"] == 0)
+    kill_both(attempt)
+    assert attempt.call("adopt").returncode == 0
+
+    def remembered():
+        with open(attempt.path("state"), "rb") as file:
+            return struct.unpack("6I", file.read(24))[4]
+    attempt.wait_for("the guard to have seen it", lambda: remembered() == 2)
+    attempt.open_gate("forget")
+    attempt.wait_for("the environment to be gone", lambda: attempt.alive() == [])
+    assert attempt.status()["processes"] == list(attempt.events()), attempt.status()
+    record, _ = attempt.stop("--grace", "60", "--linger", "0.1")
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
+    assert [t["pid"] for t in record["targets"]] == list(attempt.events()) and record["adopted"], record
+
+
+@case
 def looked_at_while_adopted(attempt):
     """Adopting waits for who only looks: a shared lock is no guard."""
     attempt.run(attempt.cmd(200, 0))
@@ -273,13 +306,13 @@ def looked_at_while_adopted(attempt):
     kill_both(attempt)
     directory = os.open(attempt.directory, os.O_RDONLY)
     fcntl.flock(directory, fcntl.LOCK_SH)
-    adopting = subprocess.Popen([attempt.suite.guard, "adopt", attempt.directory])
+    adopting = attempt.start("adopt")
     try:
         adopting.wait(0.5)
     except subprocess.TimeoutExpired:
         pass
     os.close(directory)
-    assert adopting.wait(20) == 0
+    assert adopting.communicate(timeout=60) == (b"", b"") and adopting.returncode == 0
     assert attempt.status()["state"] == "running"
 
 
@@ -312,7 +345,12 @@ def descriptors(attempt):
     attempt.wait_ready()
     status = attempt.status()
     for pid in (status["guard"], status["outer"]):
-        held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        held = []
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                held.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            except FileNotFoundError:
+                pass  # the guard has closed it meanwhile
         assert os.path.realpath(attempt.directory) in held, held
         assert not any(path.startswith(os.path.realpath(attempt.work)) for path in held), held
 
@@ -365,6 +403,22 @@ def stop_before_start(attempt):
 
 
 @case
+def stop_while_starting(attempt):
+    """A stop, or two of them, at the same time as the start: each succeeds, and the attempt ends."""
+    for delay in range(20):
+        other = Attempt(attempt.suite)
+        other.stage("sleep 60")
+        stops = [other.start("stop", "--grace", "60", "--linger", "0") for _ in range(1 + delay % 2)]
+        time.sleep(delay % 7 / 1000)
+        run = other.start("run")
+        for process in [run, *stops]:
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, (delay, process.args[1], out, err)
+        record = other.record()
+        assert record["stopped"] and record["killed"] == 0, record
+
+
+@case
 def another_build(attempt):
     """A guard whose state another build cannot read: said so, soon, and the command is left alone."""
     attempt.run("exec " + attempt.cmd(200, 16))
@@ -379,7 +433,7 @@ def another_build(attempt):
         result = attempt.call("stop")
         assert result.returncode == 1 and b"another build" in result.stderr, result
         assert attempt.call("signal", "USR1").returncode == 1
-        assert time.monotonic() - begin < 10 and list(attempt.events().values()) == [["ready"]]
+        assert time.monotonic() - begin < 60 and list(attempt.events().values()) == [["ready"]]
         file.seek(0)
         file.write(magic)
     assert attempt.stop("--grace", "10")[0]["status"] == 16
@@ -391,7 +445,7 @@ def ignorer(attempt):
     attempt.run(attempt.cmd(200, 0, "ignore") + "; true")
     attempt.wait_ready()
     record, took = attempt.stop("--grace", "1", "--reason", "a \"reason\"\n\xe9")
-    assert 1.0 <= took < 2.5, took
+    assert 1.0 <= took < 12, took
     assert record["status"] == 137 and record["killed"] >= 2, record
     assert record["reason"].startswith('a "reason"'), record
     assert attempt.alive() == []
@@ -400,14 +454,13 @@ def ignorer(attempt):
 @case
 def shorter_grace(attempt):
     """A second stop can shorten the grace, never lengthen it; neither sends a second TERM."""
-    attempt.run("exec " + attempt.cmd(20000, 0))
+    attempt.run("exec " + attempt.cmd(100, 0, "saved=" + attempt.gate()))
     attempt.wait_ready()
-    first = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "30"],
-                             stdout=subprocess.DEVNULL)
+    first = attempt.start("stop", "--grace", "60")
     attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
-    record, took = attempt.stop("--grace", "0.5")
-    assert took < 2 and record["status"] == 137, (took, record)
-    assert first.wait(10) == 0
+    record, _ = attempt.stop("--grace", "0.5")
+    assert record["status"] == 137, record
+    assert json.loads(first.communicate(timeout=60)[0]) == record and first.returncode == 0
     assert list(attempt.events().values()) == [["ready", "term"]]
     again, _ = attempt.stop()
     assert again == record
@@ -425,12 +478,17 @@ def not_permitted(attempt):
     os.chown(attempt.directory, NOBODY, NOBODY)
     open(attempt.journal, "w").close()
     os.chmod(attempt.journal, 0o666)
-    attempt.run(attempt.cmd(200, 21, "root", "for=3000", child=child) + "; exit $?")
+    attempt.run(attempt.cmd(200, 21, "root", "until=" + attempt.gate(), child=child) + "; exit $?")
     attempt.wait_ready()
-    record, took = attempt.stop("--grace", "1")
+    begin = time.monotonic()
+    stop = attempt.start("stop", "--grace", "1")
+    attempt.wait_for("the end of the grace", lambda: time.monotonic() - begin > 1.5 and attempt.status()["targets"])
+    assert stop.poll() is None
+    attempt.open_gate()
+    record = json.loads(stop.communicate(timeout=60)[0])
     target = [t for t in record["targets"] if t["wave"] == 1]
     assert len(target) == 1 and target[0]["delivery"] == "not delivered: EPERM" and not target[0]["signalled"], record
-    assert target[0]["code"] in (21, None) and took > 1, record
+    assert target[0]["code"] in (21, None), record
     assert list(attempt.events().values()) == [["ready", "end"]], attempt.events()
 
 
@@ -457,30 +515,20 @@ def follow_reconnects(attempt):
     attempt.run(attempt.cmd(200, 0, f"chatter={count}", "for=1"))
     got, cuts = b"", 0
     draw = random.Random(attempt.nonce)
-    while True:
-        follow = subprocess.Popen([attempt.suite.guard, "follow", attempt.directory, "--from", str(len(got))],
-                                  stdout=subprocess.PIPE)
-        end = time.monotonic() + draw.uniform(0.005, 0.05)
-        os.set_blocking(follow.stdout.fileno(), False)
-        while time.monotonic() < end or cuts >= 40:
-            data = follow.stdout.read(draw.randint(1, 50000))
-            if data:
-                got += data
-            if data == b"":
-                break
-            time.sleep(0.001)
-        if follow.poll() is None and cuts < 40:
-            follow.kill()
-        follow.stdout.close()
-        if follow.wait(20) == 0:
-            break
+    while len(got) < count * 64 - 50000:  # no connection lasts for longer than half of that
+        follow = attempt.start("follow", "--from", len(got))
+        part, most = b"", draw.randint(1, 50000)
+        while len(part) < most:
+            data = os.read(follow.stdout.fileno(), most - len(part))
+            assert data, f"following ended by itself: {follow.communicate()}"
+            part += data
+        got += part
         cuts += 1
-        assert cuts < 100, f"following ended {cuts} times and never with 0, lastly with {follow.returncode}"
-    assert cuts >= 5, f"only {cuts} connections were cut"
-    attempt.record()
-    assert got == attempt.log() or len(got) < len(attempt.log()), "the bytes differ"
+        follow.kill()
+        follow.communicate()
+    assert cuts >= 20, f"only {cuts} connections were cut"
     rest = attempt.call("follow", "--from", len(got))
-    assert rest.returncode == 0 and got + rest.stdout == lines(count), "the bytes differ"
+    assert rest.returncode == 0 and got + rest.stdout == lines(count) == attempt.log(), "the bytes differ"
     beyond = attempt.call("follow", "--from", count * 64 + 1)
     assert beyond.returncode == 0 and beyond.stdout == b"", beyond
 
@@ -488,14 +536,15 @@ def follow_reconnects(attempt):
 @case
 def follow_ends(attempt):
     """Following ends: with the attempt, when idle for as long as asked, and when nobody reads any more."""
-    attempt.run("echo one; sleep 1.2; echo two")
+    attempt.run("echo one; until [ -e gate ]; do sleep 0.05; done; echo two")
+    attempt.wait_for("the first line", lambda: attempt.log() == b"one\n")
     result = attempt.call("follow", "--from", 0, "--idle-exit", "0.4")
     assert result.returncode == 4 and result.stdout == b"one\n", result
-    reader = subprocess.Popen([attempt.suite.guard, "follow", attempt.directory], stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL)
+    reader = attempt.start("follow", stderr=subprocess.DEVNULL)
     assert os.read(reader.stdout.fileno(), 100) == b"one\n"
     reader.stdout.close()
-    assert reader.wait(5) == 1
+    assert reader.wait(60) == 1
+    attempt.open_gate()
     result = attempt.call("follow", "--from", 2)
     assert result.returncode == 0 and result.stdout == b"e\ntwo\n", result
 
@@ -503,11 +552,14 @@ def follow_ends(attempt):
 @case
 def follow_waits_only(attempt):
     """Following from beyond the log's end copies nothing until there is such a byte, and tells the end."""
-    attempt.run("echo one; sleep 0.8; echo two; exit 4")
-    result = attempt.call("follow", "--from", 8e15, "--idle-exit", "0.3")
-    assert result.returncode == 4 and result.stdout == b"", result
-    result = attempt.call("follow", "--from", 5)
-    assert result.returncode == 0 and result.stdout == b"wo\n", result
+    attempt.run("echo one; until [ -e gate ]; do sleep 0.05; done; echo two; exit 4")
+    attempt.wait_for("the first line", lambda: attempt.log() == b"one\n")
+    for beyond in (5, 8e15):
+        result = attempt.call("follow", "--from", beyond, "--idle-exit", "0.3")
+        assert result.returncode == 4 and result.stdout == b"", result
+    waiting = attempt.start("follow", "--from", 5)
+    attempt.open_gate()
+    assert waiting.communicate(timeout=60) == (b"wo\n", b"") and waiting.returncode == 0
     result = attempt.call("follow", "--from", 8e15)
     assert result.returncode == 0 and result.stdout == b"", result
     assert attempt.record()["status"] == 4
@@ -516,8 +568,8 @@ def follow_waits_only(attempt):
 @case
 def follow_leader(attempt):
     """Following with --leader-only ends with the leader, with all that it wrote, while its tree goes on."""
-    attempt.run("(sleep 30; echo late) & seq 20000; exit 6")
-    result = attempt.call("follow", "--leader-only", 1, timeout=20)
+    attempt.run("(sleep 300; echo late) & seq 20000; exit 6")
+    result = attempt.call("follow", "--leader-only", 1)
     assert result.returncode == 0 and result.stdout == b"".join(b"%d\n" % i for i in range(1, 20001)), result.stderr
     status = attempt.status()
     assert status["state"] == "running" and status["leader"]["code"] == 6 and len(status["processes"]) >= 1, status
@@ -530,8 +582,7 @@ def log_kept(attempt):
     """With --keep the log's oldest bytes are given back to the disk; offsets go on, and what is gone is never zeros."""
     count, keep = 60000, 400000
     attempt.run(attempt.cmd(100, 8, f"chatter={count}", "for=1"), "--keep", keep)
-    live = subprocess.run([attempt.suite.guard, "follow", attempt.directory, "--from", str(count * 64 - 640)],
-                          capture_output=True, timeout=30)
+    live = attempt.call("follow", "--from", count * 64 - 640)
     record = attempt.record()
     assert live.stdout == lines(count)[-640:], (live.returncode, live.stdout[:100], live.stderr)
     first = record["log_first"]
@@ -550,12 +601,10 @@ def log_kept(attempt):
 
 
 def keep_through_takeover(attempt):
-    taken = attempt.path("taken")
-    attempt.run(attempt.cmd(100, 8, "chatter=40000", "for=1") + f"; until [ -e {taken} ]; do sleep 0.05; done; "
-                "seq 200000; exit 8", "--keep", 100000)
+    attempt.run(attempt.cmd(100, 8, "chatter=40000", "until=" + attempt.gate()) + "; seq 200000; exit 8", "--keep", 100000)
     attempt.wait_for("some output", lambda: len(attempt.log()) > 300000)
     os.kill(attempt.status()["guard"], signal.SIGKILL)
-    open(taken, "w").close()
+    attempt.open_gate()
     record = attempt.record()
     whole = lines(40000) + b"".join(b"%d\n" % i for i in range(1, 200001))
     first = record["log_first"]
@@ -571,6 +620,26 @@ def log_kept_through_takeover(attempt):
 
 
 @case
+def log_lost_while_rewritten(attempt):
+    """A guard that was killed while it wrote the log's last words again: its heir counts on, and shows no zeros."""
+    attempt.run("seq 1000; until [ -e gate ]; do sleep 0.05; done; seq 2000; exit 9")
+    before = b"".join(b"%d\n" % i for i in range(1, 1001))
+    attempt.wait_for("the first words", lambda: attempt.log() == before)
+    status = attempt.status()
+    os.kill(status["guard"], signal.SIGSTOP)
+    attempt.wait_for("the guard to be stopped", lambda: process_state(status["guard"]) == "T")
+    os.truncate(attempt.path("log"), 0)
+    os.kill(status["guard"], signal.SIGKILL)
+    attempt.wait_for("the takeover", lambda: attempt.status()["guard"] == status["outer"])
+    attempt.open_gate()
+    record = attempt.record()
+    after = b"".join(b"%d\n" % i for i in range(1, 2001))
+    assert record["log_first"] == len(before) and record["log_bytes"] == len(before + after), record
+    assert attempt.call("follow", "--from", len(before)).stdout == after
+    assert attempt.call("follow", "--from", "0").returncode == 1
+
+
+@case
 def follow_nonblocking(attempt):
     """Following waits where somebody who shares its standard output has made that nonblocking."""
     count = 20000
@@ -578,28 +647,32 @@ def follow_nonblocking(attempt):
     attempt.record()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    follow = subprocess.Popen([attempt.suite.guard, "follow", attempt.directory], stdout=writing, stderr=subprocess.PIPE)
+    size = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    follow = attempt.start("follow", stdout=writing)
     os.close(writing)
-    time.sleep(0.3)  # the pipe is full by now
+    attempt.wait_for("a full pipe", lambda: fcntl.ioctl(reading, termios.FIONREAD, b"    ") == struct.pack("i", size))
     with open(reading, "rb") as pipe:
         got = pipe.read()
-    message = follow.stderr.read()
-    follow.stderr.close()
-    assert follow.wait(20) == 0, message
+    _, message = follow.communicate(timeout=60)
+    assert follow.returncode == 0, message
     assert got == lines(count)
 
 
 @case
 def leader_announced(attempt):
     """The leader's end is announced while its tree goes on; the attempt ends with the tree."""
-    attempt.run("(" + attempt.cmd(100, 5, "for=1200") + ") & exit 6")
-    attempt.wait_for("the notice", lambda: os.path.exists(attempt.path("leader")), 5)
+    attempt.run("(" + attempt.cmd(100, 5, "until=" + attempt.gate()) + ") & exit 6")
+    attempt.wait_for("the notice", lambda: os.path.exists(attempt.path("leader")))
     with open(attempt.path("leader")) as file:
         leader = json.load(file)
     assert leader["code"] == 6 and not os.path.exists(attempt.path("exit")), leader
-    assert len(attempt.status()["processes"]) == 1
+    attempt.wait_ready()
+    assert attempt.status()["processes"] == list(attempt.events())
+    between = int(time.time() * 1000) / 1000  # as fine as the record
+    attempt.open_gate()
     record = attempt.record()
-    assert record["status"] == 6 and record["leader"]["ended_at"] + 0.5 < record["ended_at"], record
+    assert record["status"] == 6 and record["leader"] == leader, record
+    assert leader["ended_at"] <= between <= record["ended_at"], (leader, between, record)
 
 
 @case
@@ -630,18 +703,19 @@ def heartbeat(attempt):
         os.mkfifo(gate)
         os.chmod(gate, 0o666)
     attempt.run("echo a; cat '%s'; echo b; cat '%s' & cat '%s'; exit 3" % tuple(gates))
-    attempt.wait_for("a quiet log", lambda: attempt.status()["log_idle"] > 0.4, 20)
-    assert time.time() - os.stat(attempt.path("alive")).st_mtime < 6
-    before = attempt.status()["log_idle"]
+    os.utime(attempt.path("alive"), (0, 0))
+    attempt.wait_for("a quiet log", lambda: attempt.status()["log_idle"] > 0.4)
+    opened = time.monotonic()
     open(gates[0], "w").close()
-    attempt.wait_for("the log to grow", lambda: attempt.status()["log_idle"] < before, 20)
-    attempt.wait_for("three processes", lambda: len(attempt.status()["processes"]) == 3, 20)
-    assert sorted(attempt.status()["processes"]) == sorted(attempt.alive())
+    attempt.wait_for("the log to grow", lambda: attempt.status()["log_idle"] < time.monotonic() - opened)
+    attempt.wait_for("three processes", lambda: len(attempt.alive()) == 3 == len(attempt.status()["processes"]))
+    attempt.wait_for("the same ones", lambda: sorted(attempt.status()["processes"]) == sorted(attempt.alive()))
+    attempt.wait_for("a sign of life", lambda: os.stat(attempt.path("alive")).st_mtime > 0)
     for gate in gates[1:]:
         open(gate, "w").close()
     assert attempt.record()["status"] == 3
     kept = {"command", "cwd", "shell", "started", "pid", "log", "exit", "leader"}
-    attempt.wait_for("the guard to clear up", lambda: set(os.listdir(attempt.directory)) <= kept, 2)
+    attempt.wait_for("the guard to clear up", lambda: set(os.listdir(attempt.directory)) <= kept)
 
 
 @case
@@ -657,11 +731,9 @@ def lock_file(attempt):
         other.record()
         return other.log()
     open(lock, "w").close()
-    with open(device) as held:
+    with Holder(device):
         assert once("held device") == b"there\n" and os.path.exists(lock)
-        assert not held.closed
-    with open(lock) as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
+    with Holder(lock, True):
         assert once("held lock") == b"there\n" and os.path.exists(lock)
     assert once("stale before the start") == b"" and not os.path.exists(lock)
     attempt.run(f"touch {lock}; exec " + attempt.cmd(100, 0, "ignore", "device=" + device), *options)
@@ -675,18 +747,12 @@ def outside_holder(attempt):
     """A holder of the device outside the tree is reported, not signalled."""
     device = os.path.join(attempt.work, "accel0")
     open(device, "w").close()
-    other = subprocess.Popen([sys.executable, "-c", "import sys, time; f = open(sys.argv[1]); print(1, flush=True); "
-                              "time.sleep(30)", device], stdout=subprocess.PIPE)
-    other.stdout.readline()
-    try:
+    with Holder(device) as other:
         attempt.run(attempt.cmd(100, 4) + "; true", "--devices", os.path.join(attempt.work, "accel"))
         attempt.wait_ready()
         record, _ = attempt.stop("--grace", "10", "--linger", "0.1")
         assert record["outside_holders"] == [other.pid] and record["status"] == 4, record
         assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
 
 
 @case
@@ -694,8 +760,8 @@ def many_processes(attempt):
     """A tree of 300 processes is stopped and reported; the program's save is not disturbed."""
     attempt.run("for i in $(seq 300); do sleep 100 & done; " + attempt.cmd(300, 23) + "; wait")
     attempt.wait_ready()
-    record, took = attempt.stop("--grace", "20", "--linger", "0.3")
-    assert record["status"] == 23 and record["killed"] == 0 and took < 6, (took, record["status"])
+    record, _ = attempt.stop("--grace", "40", "--linger", "0.3")
+    assert record["status"] == 23 and record["killed"] == 0, (record["killed"], record["status"])
     assert len(record["targets"]) + record["targets_omitted"] >= 301, len(record["targets"])
     assert list(attempt.events().values()) == [["ready", "term", "saved"]]
     assert attempt.alive() == []
@@ -704,22 +770,34 @@ def many_processes(attempt):
 @case
 def many_threads(attempt):
     """A traced program with threads saves and is reported, as is one that is stopped and continued meanwhile."""
-    attempt.run(attempt.cmd(700, 24, "threads") + "; true", "--method", "ptrace", "--linger", "0.2")
+    attempt.run(attempt.cmd(100, 24, "threads", "saved=" + attempt.gate()) + "; true", "--method", "ptrace", "--linger", "0.2")
     attempt.wait_ready()
     child = next(iter(attempt.events()))
-    stop = subprocess.Popen([attempt.suite.guard, "stop", attempt.directory, "--grace", "20"], stdout=subprocess.PIPE)
+    stop = attempt.start("stop", "--grace", "60")
     attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
     os.kill(child, signal.SIGSTOP)
-    time.sleep(0.3)
-    with open(f"/proc/{child}/stat") as file:
-        state = file.read().rsplit(")", 1)[1].split()[0]
+    attempt.wait_for("the child to be stopped", lambda: process_state(child) in "tT")
     os.kill(child, signal.SIGCONT)
     os.kill(child, signal.SIGUSR1)
-    record = json.loads(stop.communicate(timeout=20)[0])
-    assert state in "tT", state
+    attempt.wait_for("the child to go on", lambda: ["ready", "term", "usr1"] in attempt.events().values())
+    attempt.open_gate()
+    record = json.loads(stop.communicate(timeout=60)[0])
     assert list(attempt.events().values()) == [["ready", "term", "usr1", "saved"]], attempt.events()
     target = record["targets"][0]
     assert record["status"] == 24 and target["source"] == "ptrace" and target["pid"] == child, record
+
+
+@case
+def first_thread_ended(attempt):
+    """A program whose first thread has ended, so that it looks like a zombie, saves and is reported like another."""
+    attempt.run(attempt.cmd(100, 28, "orphan") + "; true", "--linger", "0.2")
+    attempt.wait_ready()
+    child = next(iter(attempt.events()))
+    attempt.wait_for("the first thread's end", lambda: process_state(child) == "Z")
+    assert child in attempt.status()["processes"], attempt.status()
+    record, _ = attempt.stop("--grace", "60")
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]], attempt.events()
+    assert record["status"] == 28 and record["killed"] == 0 and record["targets"][0]["pid"] == child, record
 
 
 LAUNCHER = "python3 -c 'import subprocess, sys; subprocess.run(sys.argv[1:])' "
@@ -746,7 +824,7 @@ def restarted(attempt):
     attempt.wait_ready()
     record, took = attempt.stop("--grace", "60", "--linger", "30")
     said = list(attempt.events().values())
-    assert said[0] == ["ready", "term", "saved"] and len(said) <= 2 and took < 5, (said, took)
+    assert said[0] == ["ready", "term", "saved"] and len(said) <= 2 and took < 25, (said, took)
     assert record["status"] == 26 and attempt.alive() == [], record
 
 
@@ -778,10 +856,10 @@ def shell_only(attempt):
     """A shell script that saves in its own trap gets the TERM when there is no program."""
     attempt.run("trap 'echo saved; exit 31' TERM; echo ready; while :; do sleep 0.1; done")
     attempt.wait_for("the script", lambda: attempt.log() == b"ready\n")
-    record, took = attempt.stop("--grace", "20", "--linger", "5")
+    record, took = attempt.stop("--grace", "60", "--linger", "30")
     # A child that has not become `sleep` yet is a shell too; of its end its parent tells.
     log = attempt.log().replace(b"Terminated\n", b"")
-    assert record["status"] == 31 and log == b"ready\nsaved\n" and took < 3, (record, attempt.log(), took)
+    assert record["status"] == 31 and log == b"ready\nsaved\n" and took < 25, (record, attempt.log(), took)
 
 
 @case
@@ -829,7 +907,7 @@ def fill(place):
 def disk_full_while_running(attempt, place):
     """A disk that fills up: the command sees no error, what is dropped is counted, the record is whole."""
     attempt.run(attempt.cmd(100, 41, "chatter=60000", "for=1"))
-    attempt.wait_ready()
+    attempt.wait_for("the first line", lambda: len(attempt.log()) >= 64)
     fill(place)
     record = attempt.record()
     assert record["status"] == 41, record
@@ -881,8 +959,7 @@ def log_kept_without_holes(attempt, place):
     """With --keep on a file system that makes no holes the log stays as small, and ends with the last words."""
     count, keep, words = 60000, 400000, 65536
     attempt.run(attempt.cmd(100, 8, f"chatter={count}", "for=1") + "; seq 100000; exit 8", "--keep", keep)
-    live = subprocess.run([attempt.suite.guard, "follow", attempt.directory, "--from", str(count * 64 - 640)],
-                          capture_output=True, timeout=30)
+    live = attempt.call("follow", "--from", count * 64 - 640)
     record = attempt.record()
     whole = lines(count) + b"".join(b"%d\n" % i for i in range(1, 100001))
     first, stat = record["log_first"], os.stat(attempt.path("log"))

@@ -63,7 +63,7 @@ class Suite:
                     words = file.read().split(b"\0")
             except OSError:
                 continue
-            if name.isdigit() and words[0] == self.guard.encode() and words[2].startswith(self.root.encode()):
+            if name.isdigit() and len(words) > 2 and words[0] == self.guard.encode() and words[2].startswith(self.root.encode()):
                 found.append(int(name))
         return found
 
@@ -115,14 +115,25 @@ class Attempt:
             with open(self.path(name), "wb") as file:
                 file.write(data)
 
-    def call(self, subcommand, *options, timeout=60, **keywords):
+    def start(self, subcommand, *options, **keywords):
+        """A subcommand of the guard, in the background."""
         environment = dict(os.environ)
         for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS"):  # a guard has no standard error
             environment[name] = f"{environment.get(name, '')}:log_path={self.suite.root}/sanitizer"
         environment.update(keywords.pop("env", {}))
-        return subprocess.run([self.suite.guard, subcommand, self.directory, *map(str, options)],
-                              stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, env=environment,
-                              user=self.user, group=self.user, extra_groups=[] if self.user else None, **keywords)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **keywords}
+        return subprocess.Popen([self.suite.guard, subcommand, self.directory, *map(str, options)], env=environment,
+                                user=self.user, group=self.user, extra_groups=[] if self.user else None, **streams)
+
+    def call(self, subcommand, *options, timeout=60, **keywords):
+        process = self.start(subcommand, *options, **keywords)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def run(self, command, *options, **staging):
         self.stage(command, **staging)
@@ -151,7 +162,14 @@ class Attempt:
                     said.setdefault(int(pid), []).append(event)
         return said
 
-    def wait_for(self, what, condition, seconds=20):
+    def gate(self, name="gate"):
+        """A file that is not there yet, for which the attempt's command waits; `open_gate` makes it."""
+        return os.path.join(self.work, name)
+
+    def open_gate(self, name="gate"):
+        open(self.gate(name), "w").close()
+
+    def wait_for(self, what, condition, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s for {what}; status {self.status()}"
@@ -160,7 +178,7 @@ class Attempt:
     def wait_ready(self, count=1):
         self.wait_for("the child", lambda: sum("ready" in e for e in self.events().values()) >= count)
 
-    def record(self, seconds=30):
+    def record(self, seconds=60):
         self.wait_for("the exit record", lambda: os.path.exists(self.path("exit")), seconds)
         with open(self.path("exit")) as file:
             return json.load(file)
@@ -205,6 +223,24 @@ class Attempt:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass
+
+
+class Holder:
+    """A process of its own that holds a file open, and locked when asked, while the block runs. (The suite itself
+    cannot: what it forks meanwhile for another case would hold it for a moment longer.)"""
+
+    def __init__(self, path, lock=False):
+        code = ("import fcntl, sys\nfile = open(sys.argv[1])\nif sys.argv[2]:\n    fcntl.flock(file, fcntl.LOCK_SH)\n"
+                "print('held', flush=True)\nsys.stdin.read()")
+        self.process = subprocess.Popen([sys.executable, "-c", code, path, "lock" if lock else ""],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self):
+        assert self.process.stdout.readline() == b"held\n"
+        return self.process
+
+    def __exit__(self, *_):
+        self.process.communicate()
 
 
 def have(program):
