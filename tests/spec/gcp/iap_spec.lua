@@ -10,6 +10,7 @@ local server = require("ciranda.io.server")
 local sim_errors = require("ciranda.sim.errors")
 local task = require("ciranda.task")
 local tpu_env = require("ciranda.sim.tpu_env")
+local uv = require("luv")
 
 local support = dofile("tests/spec/io/http_support.lua")
 local raised = support.raised
@@ -294,7 +295,10 @@ describe("a tunnel through IAP", function()
   end)
 
   it("names the phase, the place and the remedy of each refusal", function()
-    local free = support.free_port()
+    -- Nothing listens on it, and nobody else is given it.
+    local silent = uv.new_tcp()
+    assert(silent:bind("127.0.0.1", 0))
+    local free = silent:getsockname().port
     local backend <close> = echo()
     local function refused(fault, change, port)
       local err
@@ -345,6 +349,7 @@ describe("a tunnel through IAP", function()
     assert.equal("refused", err.code)
     assert.matches("reach the relay", err.message)
     assert(not err.message:find("35.235", 1, true), err.message)
+    silent:close()
     -- One failure of the relay's is nothing.
     with_relay(function(options, world)
       world.faults:add({ kind = "error", method = "iap.connect", status = "UNAVAILABLE" })

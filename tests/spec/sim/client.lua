@@ -108,6 +108,13 @@ function M.ssh_client(simulator)
     })
   end
 
+  -- What a command says that has to be well.
+  function client.said(worker, command)
+    local result = client.run(worker, command)
+    assert.are.equal(0, result.code, ("%s: %s%s"):format(command, result:reason(), result.stderr))
+    return result.stdout
+  end
+
   return client
 end
 

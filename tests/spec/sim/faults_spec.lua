@@ -82,7 +82,7 @@ END
       eventually("the maintenance", function()
         return was(simulator, "job-0", "RESTARTING", 0) and node_state(simulator, "job-0") == "READY"
       end)
-      assert.are.equal("saved\n", ssh.run(0, "cat saved").stdout)
+      assert.are.equal("saved\n", ssh.said(0, "cat saved"))
       assert.are_not.equal(0, ssh.run(0, "cat bystander").code)
       -- Multislice: the other slice cannot go on without this one, and boots anew as well.
       eventually("the other slice", function()
@@ -95,9 +95,9 @@ END
       local before = fs.read(ssh.directory .. "/known_hosts")
       assert.are.equal(0, ssh.run(0, "touch on-the-old-disk").code)
       local boot_id = "cat ${CIRANDA_SIM_WORKER:-/proc/sys/kernel/random}/boot_id"
-      local old_boot, old_address = ssh.run(0, boot_id).stdout, ssh.endpoints[1].ipAddress
+      local old_boot, old_address = ssh.said(0, boot_id), ssh.endpoints[1].ipAddress
       ssh.pin("job-0")
-      local kept_boot = ssh.run(0, "touch on-the-kept-disk; " .. boot_id).stdout
+      local kept_boot = ssh.said(0, "touch on-the-kept-disk; " .. boot_id)
       local told = #support.events(simulator)
       assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/job-1:lose", "{}")))
       assert.is_true(was(simulator, "job-1", "REPAIRING", told))
@@ -108,11 +108,11 @@ END
       assert.are_not.equal(before, fs.read(ssh.directory .. "/known_hosts"))
       assert.are_not.equal(0, ssh.run(0, "ls on-the-old-disk").code)
       assert.are_not.equal(old_address, ssh.endpoints[1].ipAddress)
-      local new_boot = ssh.run(0, boot_id).stdout
+      local new_boot = ssh.said(0, boot_id)
       assert.is_truthy(#old_boot == 37 and #new_boot == 37 and old_boot ~= new_boot, old_boot .. new_boot)
       -- The other slice was reset: another boot, the same disk.
       ssh.pin("job-0")
-      local after = ssh.run(0, "ls on-the-kept-disk && " .. boot_id).stdout
+      local after = ssh.said(0, "ls on-the-kept-disk && " .. boot_id)
       assert.is_truthy(after:find("^on%-the%-kept%-disk\n"), after)
       assert.are_not.equal(kept_boot, after:match("\n(.*)"))
       support.wait_for(simulator, "job", "ACTIVE")
@@ -122,7 +122,7 @@ END
       ssh.pin("spot")
       local preempted =
         "curl -sS -H 'Metadata-Flavor: Google' http://$GCE_METADATA_HOST/computeMetadata/v1/instance/preempted"
-      assert.are.equal("FALSE", ssh.run(0, preempted).stdout)
+      assert.are.equal("FALSE", ssh.said(0, preempted))
       local holder = [[
         cat > holder.sh <<'END'
           exec 9<"${CIRANDA_SIM_DEVICES:-/dev/vfio/}0"
@@ -133,10 +133,10 @@ END
         setsid -f bash holder.sh </dev/null >/dev/null 2>&1
         until [ -e up ]; do sleep 0.05; done
         echo "$CIRANDA_SIM_SHARED"]]
-      local shared = ssh.run(0, holder).stdout:match("%S+")
+      local shared = ssh.said(0, holder):match("%S+")
       fs.remove_tree(shared .. "/saved-by-spot")
       assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/nodes/spot:preempt", { notice = 3600 })))
-      assert.are.equal("TRUE", ssh.run(0, preempted).stdout)
+      assert.are.equal("TRUE", ssh.said(0, preempted))
       eventually("the save upon the notice", function()
         return fs.exists(shared .. "/saved-by-spot")
       end)
@@ -164,7 +164,7 @@ END
         assert.are_not.equal(0, write.code, path)
         assert.is_truthy(write.stderr:find("No space left on device", 1, true), write.stderr)
       end
-      assert.are.equal("kept\n", ssh.run(0, "cat kept").stdout)
+      assert.are.equal("kept\n", ssh.said(0, "cat kept"))
       local some = curl(simulator, "POST", "/sim/v1/nodes/job-0/workers/0:fillDisk", { free = 8192 })
       assert.are.equal(200, some)
       assert.are.equal(0, ssh.run(0, "head -c 4096 /dev/zero > little").code)
@@ -173,7 +173,7 @@ END
       eventually("the reset", function()
         return node_state(simulator, "job-0") == "READY" and node_state(simulator, "job-1") == "READY"
       end)
-      assert.are.equal("kept\n", ssh.run(0, "echo more > more && cat kept").stdout)
+      assert.are.equal("kept\n", ssh.said(0, "echo more > more && cat kept"))
     end)
 
     it("a machine that goes off is not reached any more, and nobody says so", function()

@@ -2,6 +2,7 @@
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local keeper = require("ciranda.sim.keeper")
+local patience = dofile("tests/fixtures/patience.lua")
 local process = require("ciranda.io.process")
 local processes = require("ciranda.sim.processes")
 local sim = require("ciranda.sim")
@@ -53,7 +54,7 @@ for _, mode in ipairs({ "auto", "none" }) do
         addresses[ssh.endpoints[worker + 1].ipAddress] = true
       end
       for worker = 0, 3 do
-        homes[worker + 1] = ssh.run(worker, "cat mine").stdout
+        homes[worker + 1] = ssh.said(worker, "cat mine")
       end
       assert.are.same({ "0\n", "1\n", "2\n", "3\n" }, homes)
       local keys = {}
@@ -79,9 +80,9 @@ for _, mode in ipairs({ "auto", "none" }) do
       assert.is_truthy(env.stdout:find("ACCELERATOR_TYPE: 'v5litepod-16'\n", 1, true))
       assert.is_truthy(env.stdout:find("MEGASCALE_SLICE_ID: '1'\n", 1, true))
       assert.is_truthy(env.stdout:find("MEGASCALE_NUM_SLICES: '2'\n", 1, true))
-      assert.are.equal("3", ssh.run(3, fetch .. "instance/attributes/agent-worker-number").stdout)
-      assert.are.equal("NONE", ssh.run(3, fetch .. "instance/maintenance-event").stdout)
-      local token = json.decode(ssh.run(3, fetch .. "instance/service-accounts/default/token").stdout)
+      assert.are.equal("3", ssh.said(3, fetch .. "instance/attributes/agent-worker-number"))
+      assert.are.equal("NONE", ssh.said(3, fetch .. "instance/maintenance-event"))
+      local token = json.decode(ssh.said(3, fetch .. "instance/service-accounts/default/token"))
       local status = curl(simulator, "GET", "/v2/" .. PARENT .. "/nodes?access_token=" .. token.access_token)
       assert.are.equal(200, status)
       local without = ssh.run(3, "curl -sS http://$GCE_METADATA_HOST/computeMetadata/v1/instance/name")
@@ -99,9 +100,9 @@ for _, mode in ipairs({ "auto", "none" }) do
         return started() == "booted 1\n"
       end)
       -- As root where the worker has one of its own, else as the worker's own user, which the simulator says.
-      local by = ssh.run(1, "cat " .. file:gsub("started$", "by")).stdout
+      local by = ssh.said(1, "cat " .. file:gsub("started$", "by"))
       if simulator.isolation == "none" then
-        assert.are.equal(ssh.run(1, "id -u").stdout, by)
+        assert.are.equal(ssh.said(1, "id -u"), by)
         assert.is_truthy(
           table.concat(simulator.notes, "\n"):find("scripts run as the worker's own user", 1, true)
         )
@@ -122,15 +123,15 @@ for _, mode in ipairs({ "auto", "none" }) do
       )
       assert.are.equal(0, marked.code, marked.stderr)
       local boot_id = "cat ${CIRANDA_SIM_WORKER:-/proc/sys/kernel/random}/boot_id"
-      local before = ssh.run(1, boot_id).stdout
+      local before = ssh.said(1, boot_id)
       assert.are.equal(200, (curl(simulator, "POST", "/v2/" .. PARENT .. "/queuedResources/job:reset", "{}")))
       eventually("both boots", function()
         local ok, text = pcall(started)
         return ok and text == "booted 1\nbooted 1\n"
       end)
-      assert.are.equal("kept\n", ssh.run(1, "cat kept").stdout)
+      assert.are.equal("kept\n", ssh.said(1, "cat kept"))
       assert.are_not.equal(0, ssh.run(1, sleeps).code)
-      assert.are_not.equal(before, ssh.run(1, boot_id).stdout)
+      assert.are_not.equal(before, ssh.said(1, boot_id))
     end)
 
     it("gives terminals", function()
@@ -178,7 +179,7 @@ for _, mode in ipairs({ "auto", "none" }) do
       local event = base .. "maintenance-event"
       local scope <close> = task.scope()
       -- With the mark of what it knows: what changes before the question is there counts too.
-      local mark = ssh.run(2, event .. " -D - -o /dev/null").stdout:match("[Ee][Tt]ag: (%S+)")
+      local mark = ssh.said(2, event .. " -D - -o /dev/null"):match("[Ee][Tt]ag: (%S+)")
       local change = ("'?wait_for_change=true&last_etag=%s&timeout_sec=50'"):format(mark)
       local waiting = scope:spawn(ssh.run, 2, event .. change)
       eventually("the wait", function()
@@ -191,8 +192,8 @@ for _, mode in ipairs({ "auto", "none" }) do
       )
       local told = waiting:wait()
       assert.are.equal("TERMINATE_ON_HOST_MAINTENANCE", told.stdout, told.stderr)
-      assert.are.equal("NONE", ssh.run(1, event).stdout)
-      local upcoming = json.decode(ssh.run(2, base .. "'upcoming-maintenance?alt=json'").stdout)
+      assert.are.equal("NONE", ssh.said(1, event))
+      local upcoming = json.decode(ssh.said(2, base .. "'upcoming-maintenance?alt=json'"))
       assert.are.equal("PENDING", upcoming.maintenanceStatus)
       assert.are.equal("UNSCHEDULED", upcoming.type)
     end)
@@ -286,32 +287,35 @@ describe("a simulator", function()
     return program, tonumber(pid), directory, tree
   end
 
-  local function left(tree)
-    local list = {}
-    for _, found in ipairs(tree) do
-      local now = processes.get(found.pid)
-      if now and now.start == found.start and now.state ~= "Z" then
-        list[#list + 1] = found.pid
+  local function assert_gone(tree, directory)
+    local left
+    patience.wait_for(function()
+      return "the end of " .. table.concat(left, "; ")
+    end, function()
+      left = { fs.exists(directory) and directory or nil }
+      for _, found in ipairs(tree) do
+        local now = processes.get(found.pid)
+        if now and now.start == found.start and now.state ~= "Z" then
+          local ok, line = pcall(fs.read, ("/proc/%d/cmdline"):format(found.pid))
+          line = ok and line:gsub("%z", " ") or "?"
+          left[#left + 1] = ("%d (%s) %s"):format(found.pid, now.state, line)
+        end
       end
-    end
-    return list
+      return #left == 0
+    end, DEADLINE)
   end
 
   for _, mode in ipairs({ "auto", "none" }) do
     it(("with isolation '%s' is gone when its starter was killed"):format(mode), function()
       local program <close>, _, directory, tree = starter(mode)
       uv.kill(program.pid, "sigkill")
-      eventually("nothing left", function()
-        return #left(tree) == 0 and not fs.exists(directory)
-      end)
+      assert_gone(tree, directory)
     end)
 
     it(("with isolation '%s' is gone when its keeper was killed"):format(mode), function()
       local _ <close>, keeper_pid, directory, tree = starter(mode)
       uv.kill(keeper_pid, "sigkill")
-      eventually("nothing left", function()
-        return #left(tree) == 0 and not fs.exists(directory)
-      end)
+      assert_gone(tree, directory)
     end)
 
     it(("with isolation '%s' leaves nothing when it is killed itself"):format(mode), function()
@@ -321,9 +325,7 @@ describe("a simulator", function()
           processes.signal(found, "sigkill")
         end
       end
-      eventually("nothing left", function()
-        return #left(tree) == 0 and not fs.exists(directory)
-      end)
+      assert_gone(tree, directory)
     end)
   end
 
