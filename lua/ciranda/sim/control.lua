@@ -171,6 +171,11 @@ function routes.PUT(self, path, body)
     return set_limits(self, self.world.capacity, body, places_of)
   elseif path == "quota" then
     return set_limits(self, self.world.quota, body, places_of)
+  elseif path == "delays" then
+    for name, seconds in pairs(body) do
+      self.world.set_delay(name, seconds ~= json.null and whole(seconds, name) or nil)
+    end
+    return {}
   end
   return nil
 end

@@ -4,6 +4,7 @@
 -- spec. It starts no process and opens no socket.
 
 local catalog = require("ciranda.sim.catalog")
+local errors = require("ciranda.sim.errors")
 local events = require("ciranda.sim.events")
 local faults = require("ciranda.sim.faults")
 local nodes = require("ciranda.sim.nodes")
@@ -178,6 +179,19 @@ function M.new(options)
   function self.delay(name)
     local range = delays[name] or error("no delay is called " .. tostring(name))
     return chance:between(range) / scale
+  end
+  -- From now on, in seconds of the cloud's; nil: what it was at first.
+  function self.set_delay(name, seconds)
+    if not M.DELAYS[name] then
+      local names = {}
+      for known in pairs(M.DELAYS) do
+        names[#names + 1] = known
+      end
+      table.sort(names)
+      local text = ("there is no delay '%s'; there are %s"):format(name, table.concat(names, ", "))
+      errors.raise(errors.invalid(text, name))
+    end
+    delays[name] = seconds or (options.delays or {})[name]
   end
   self.events = events.new(self.clock)
   set_quota(self, options.quota or {})

@@ -20,7 +20,7 @@ from googleapiclient.http import BatchHttpRequest
 
 import answers
 import faults
-from checks import check, equal, eventually, matches
+from checks import check, equal, eventually, held, matches
 
 SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
@@ -252,9 +252,10 @@ def walk_queued_resource(service):
     )
     refusal = service.refuses(service.queued.delete(name=full), "still has nodes")
     equal(refusal.resp.status, 400, "the status of a delete without force")
-    operation = service.call(service.queued.delete(name=full, force=True))
-    state = service.call(service.queued.get(name=full))["state"]
-    equal(state, {"state": "DELETING", "deletingData": {}}, "the state meanwhile")
+    with held(cloud, "delete"):
+        operation = service.call(service.queued.delete(name=full, force=True))
+        state = service.call(service.queued.get(name=full))["state"]
+        equal(state, {"state": "DELETING", "deletingData": {}}, "the state meanwhile")
     service.succeeded(service.started(operation, "delete", full))
     service.refuses(service.queued.get(name=full), full)
 
@@ -315,10 +316,11 @@ def walk_node(service):
     mask = "metadata,network_config.enable_external_ips"
     change = {"metadata": {"a": "b"}, "networkConfig": {"enableExternalIps": True}}
     request = service.nodes.patch(name=full, updateMask=mask, body=change)
-    operation = service.call(request)
-    if alpha:
-        # Another update while one is under way: in gcloud's experience a 409, which it ignores.
-        service.refuses(request, "Another update")
+    with held(cloud, "patch"):
+        operation = service.call(request)
+        if alpha:
+            # Another update while one is under way: in gcloud's experience a 409, which it ignores.
+            service.refuses(request, "Another update")
     patched = service.succeeded(service.started(operation, "update", full), "Node")
     equal(patched["metadata"], {"a": "b"}, "the metadata")
     check("externalIp" in patched["networkEndpoints"][0]["accessConfig"], "no external address")

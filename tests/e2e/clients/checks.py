@@ -1,6 +1,7 @@
 """What a walk asserts, and what is counted of each client."""
 
 import collections
+import contextlib
 import time
 
 DEADLINE = 45
@@ -35,6 +36,22 @@ def eventually(what, look, deadline=DEADLINE, every=0.05):
         if time.monotonic() > limit:
             raise Unmet(f"not within {deadline} s: {what} (last: {value!r})")
         time.sleep(every)
+
+
+# Seconds that what is held takes at least: a look at it in the meantime takes far less, on however
+# busy a machine.
+HOLD = 5
+
+
+@contextlib.contextmanager
+def held(cloud, delay):
+    """What begins in the block, and takes this delay, is not done before the end of the block."""
+    cloud.control("PUT", "delays", {delay: HOLD * cloud.scale})
+    try:
+        yield
+    finally:
+        cloud.control("PUT", "delays", {delay: None})
+        cloud.control("POST", "clock", {"advance": HOLD})
 
 
 def _http_status(error):

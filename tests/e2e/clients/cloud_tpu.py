@@ -21,7 +21,7 @@ from google.oauth2 import service_account
 
 import checks
 import faults
-from checks import check, equal, eventually
+from checks import check, equal, eventually, held
 
 # The clients' own are of seconds, for a cloud that takes minutes.
 POLLING = polling.DEFAULT_POLLING.with_delay(0.05, 0.3, 1.5).with_timeout(checks.DEADLINE)
@@ -158,10 +158,12 @@ def walk_queued_resource(client, tpu):
         text="still has nodes",
     )
     equal(done(reset).name, full, "the response of the reset")
-    operation = tpu.delete_queued_resource(
-        request=tpu_v2.DeleteQueuedResourceRequest(name=full, force=True)
-    )
-    equal(tpu.get_queued_resource(name=full).state.state, states.DELETING, "the state meanwhile")
+    with held(cloud, "delete"):
+        operation = tpu.delete_queued_resource(
+            request=tpu_v2.DeleteQueuedResourceRequest(name=full, force=True)
+        )
+        state = tpu.get_queued_resource(name=full).state.state
+        equal(state, states.DELETING, "the state meanwhile")
     done(operation)
     client.raises(exceptions.NotFound, tpu.get_queued_resource, name=full, text=full)
 
@@ -170,17 +172,18 @@ def walk_node(client, tpu):
     """A node of its own through all its methods."""
     cloud, name = client.cloud, client.called("node")
     full, states = f"{cloud.parent}/nodes/{name}", tpu_v2.Node.State
-    operation = tpu.create_node(
-        parent=cloud.parent,
-        node_id=name,
-        node=tpu_v2.Node(
-            runtime_version=RUNTIME,
-            accelerator_config=tpu_v2.AcceleratorConfig(
-                type_=tpu_v2.AcceleratorConfig.Type.V5LITE_POD, topology="1x1"
+    with held(cloud, "provision"):
+        operation = tpu.create_node(
+            parent=cloud.parent,
+            node_id=name,
+            node=tpu_v2.Node(
+                runtime_version=RUNTIME,
+                accelerator_config=tpu_v2.AcceleratorConfig(
+                    type_=tpu_v2.AcceleratorConfig.Type.V5LITE_POD, topology="1x1"
+                ),
             ),
-        ),
-    )
-    equal(tpu.get_node(name=full).state, states.CREATING, "the state meanwhile")
+        )
+        equal(tpu.get_node(name=full).state, states.CREATING, "the state meanwhile")
     node = done(operation)
     equal((node.name, node.state), (full, states.READY), "the response of the create")
     equal(node.accelerator_type, "v5litepod-1", "the type of a 1x1 slice")
@@ -418,14 +421,18 @@ def walk_nodes_that_fail(client, tpu):
         name = client.called(action)
         full = f"{cloud.parent}/nodes/{name}"
         done(tpu.create_node(parent=cloud.parent, node_id=name, node=node))
-        cloud.control("POST", f"nodes/{name}:{action}", {"notice": 0})
-        eventually(f"{name} is {state.name}", lambda: tpu.get_node(name=full).state == state)  # noqa: B023
-        client.raises(
-            exceptions.BadRequest,
-            tpu.stop_node,
-            request=tpu_v2.StopNodeRequest(name=full),
-            text=f"stop is not supported while in state {state.name}",
-        )
+        with held(cloud, "reset"):  # what a machine takes to restart
+            cloud.control("POST", f"nodes/{name}:{action}", {"notice": 0})
+            eventually(
+                f"{name} is {state.name}",
+                lambda: tpu.get_node(name=full).state == state,  # noqa: B023
+            )
+            client.raises(
+                exceptions.BadRequest,
+                tpu.stop_node,
+                request=tpu_v2.StopNodeRequest(name=full),
+                text=f"stop is not supported while in state {state.name}",
+            )
         if action != "maintain":
             change = tpu.update_node(node=tpu_v2.Node(name=full), update_mask={"paths": ["labels"]})
             client.raises(

@@ -17,9 +17,12 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Simulator:
-    """A running simulator. `env` has the variables that it prints, `url` is where its services are."""
+    """A running simulator. `env` has the variables that it prints, `url` is where its services are,
+    `scale` how many of its seconds are one.
+    """
 
     def __init__(self, binary, *flags):
+        self.scale = int(flags[flags.index("--scale") + 1]) if "--scale" in flags else 60
         self.process = subprocess.Popen(
             [binary, "sim", "--events=false", *flags],
             stdin=subprocess.DEVNULL,

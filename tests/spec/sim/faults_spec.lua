@@ -253,6 +253,27 @@ describe("a simulated API", function()
     assert.are.equal(400, (curl(simulator, "POST", "/sim/v1/clock", { advance = -1 })))
   end)
 
+  it("takes as long as it is told, from then on", function()
+    local shape = { acceleratorType = "v5litepod-1", runtimeVersion = "v2-alpha-tpuv5-lite" }
+    support.create(simulator, "slow", 1, shape)
+    support.wait_for(simulator, "slow", "ACTIVE")
+    local node = "/v2/" .. PARENT .. "/nodes/slow"
+    local function patch()
+      return (curl(simulator, "PATCH", node .. "?updateMask=labels", { labels = { a = "b" } }))
+    end
+    local delays = { patch = 100 * sim.QUICK }
+    assert.are.equal(200, (curl(simulator, "PUT", "/sim/v1/delays", delays)))
+    assert.are.equal(200, patch())
+    assert.are.equal(409, patch()) -- the first is under way
+    assert.are.equal(200, (curl(simulator, "PUT", "/sim/v1/delays", { patch = json.null })))
+    assert.are.equal(200, (curl(simulator, "POST", "/sim/v1/clock", { advance = 100 })))
+    assert.are.equal(200, patch())
+    local status, answer = curl(simulator, "PUT", "/sim/v1/delays", { mend = 1 })
+    assert.are.equal(400, status)
+    assert.matches("there is no delay 'mend'; there are accept, ", answer.error.message, 1, true)
+    assert.are.equal(400, (curl(simulator, "PUT", "/sim/v1/delays", { patch = -1 })))
+  end)
+
   it("has the capacity that it is given", function()
     assert.are.equal(200, (curl(simulator, "PUT", "/sim/v1/capacity", { v4 = 8 })))
     support.create(simulator, "big", 2, { acceleratorType = "v4-8", runtimeVersion = "tpu-ubuntu2204-base" })
