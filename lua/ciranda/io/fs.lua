@@ -370,7 +370,11 @@ function M.mkdir_p(path, mode)
   end
   if errors.is(err, "not_found") and err.errno == "ENOENT" and M.dirname(path) ~= path then
     M.mkdir_p(M.dirname(path), mode)
-    return M.mkdir_p(path, mode)
+    -- Once more only: in /proc, and in a directory that has been removed, what is above is there and nothing helps.
+    _, err = fs_call.try("mkdir", path, uv.fs_mkdir, path, mode or MODE_DIRECTORY)
+    if not err then
+      return
+    end
   end
   if errors.is(err, "exists", "permission", "invalid") and M.exists(path) == "directory" then
     return

@@ -8,6 +8,11 @@ local uv = require("luv")
 
 local M = {}
 
+--- A path as an option's value: ssh splits words, strips quotes and expands % in it.
+local function path_value(path)
+  return '"' .. path:gsub("%%", "%%%%"):gsub('[\\"]', "\\%0") .. '"'
+end
+
 --- The arguments of ssh for a worker.
 ---@param worker ciranda.Worker
 ---@param settings { user: string?, port: integer?, key: string?, policy: string?, known: string?, proxy: string? }
@@ -20,7 +25,7 @@ function M.arguments(worker, settings)
     words[#words + 1] = text
   end
   if settings.known then
-    option("UserKnownHostsFile=" .. settings.known)
+    option("UserKnownHostsFile=" .. path_value(settings.known))
     option("GlobalKnownHostsFile=/dev/null")
     option("HostKeyAlias=" .. M.alias(worker))
     option("StrictHostKeyChecking=yes")
@@ -33,8 +38,7 @@ function M.arguments(worker, settings)
   end
   if settings.key then
     option("IdentitiesOnly=yes")
-    words[#words + 1] = "-i"
-    words[#words + 1] = settings.key
+    option("IdentityFile=" .. path_value(settings.key)) -- not -i, which looks for the file before it expands %
   end
   local port = worker.port or settings.port
   if port then

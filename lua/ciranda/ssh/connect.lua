@@ -204,11 +204,8 @@ local function settle(options)
     address = options.address or found.hostname or options.host,
     port = choose_port(options, found),
     user = user or found.user or os.getenv("USER") or uv.os_get_passwd().username,
-    name = options.host_key_alias
-      or found.host_key_alias
-      or options.address and options.host
-      or found.hostname
-      or options.host,
+    alias = options.host_key_alias or found.host_key_alias,
+    name = options.address and options.host or found.hostname or options.host,
     policy = policy,
     timeouts = timeouts,
     known_hosts = files and as_list(files) or {},
@@ -454,10 +451,12 @@ function M.connect(options)
   end
   errors.check_options(options, OPTIONS, "ssh.connect")
   local settings = settle(options)
+  local alias = settings.alias
   local expected = hostkey.expect({
-    host = settings.name,
-    port = settings.port,
-    address = settings.address,
+    host = alias or settings.name,
+    port = alias and 22 or settings.port, -- an alias stands for the host and its port, as in OpenSSH
+    address = not alias and settings.address or nil,
+    label = ("%s:%d"):format(settings.name, settings.port),
     pins = options.pins,
     files = settings.known_hosts,
   })

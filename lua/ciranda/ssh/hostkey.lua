@@ -66,7 +66,7 @@ end
 
 --- What is known of a host.
 ---@async
----@param options { host: string, port: integer, address: string?, pins: string[]?, files: string[] }
+---@param options { host: string, port: integer, address: string?, label: string, pins: string[]?, files: string[] }
 ---@return ciranda.ssh.HostKeys
 function M.expect(options)
   local pins
@@ -77,7 +77,7 @@ function M.expect(options)
     end
   end
   return {
-    label = options.host .. ":" .. options.port,
+    label = options.label,
     host = options.host,
     port = options.port,
     pins = pins,

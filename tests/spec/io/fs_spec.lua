@@ -278,6 +278,8 @@ describe("files and directories", function()
     fs.write(fs.join(directory, "file"), "x")
     refused("exists", "EEXIST", fs.mkdir_p, fs.join(directory, "file"))
     refused("not_found", "ENOTDIR", fs.mkdir_p, fs.join(directory, "file/below"))
+    -- Nothing can be made there, although all that is above exists.
+    refused("not_found", "ENOENT", fs.mkdir_p, "/proc/ciranda/below")
   end)
 
   both("walk visits a directory before what is in it, and can stay out of one", function(directory)

@@ -289,6 +289,21 @@ describe("ssh", function()
     assert.is_nil(fs.exists(cloud.root .. "/home/.ssh/known_hosts"))
   end)
 
+  it("opens a session from directories whose names ssh would split and expand", function()
+    assert.equal(0, cloud:run("ssh", "job", "--command=true").code) -- the key is there, and let in
+    local odd = cloud.root .. [[/100%d "of" it's \'s]]
+    fs.mkdir(odd)
+    for _, ending in ipairs({ "", ".pub" }) do
+      local key = fs.read(cloud.root .. "/home/.ssh/google_compute_engine" .. ending)
+      fs.write(odd .. "/key" .. ending, key, { mode = 384 })
+    end
+    local argv = cloud:command({ "ssh", "job", ("--ssh-key=%s/key"):format(odd), "--", "hostname" })
+    argv.env.TMPDIR, argv.timeout = odd, 100
+    local result = process.run(argv)
+    assert.equal(0, result.code, result.stderr)
+    assert.matches("%-w%-0\n$", result.stdout)
+  end)
+
   it("refuses a session with several workers, and flags that go with --command", function()
     for want, arguments in pairs({
       ["these are 4 (slice0/worker[0-3])"] = { "job", "--worker=all" },

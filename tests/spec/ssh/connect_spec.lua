@@ -85,6 +85,20 @@ describe("ssh.connect", function()
       assert.is_truthy(err.message:find(file .. ":1", 1, true))
     end)
 
+    it("that has changed under an alias, which stands for the host and its port", function()
+      local other = support.public(support.keygen("-t", "ed25519"))
+      local file = support.write("known_hosts", ("tpu.1 %s\n"):format(other))
+      local options = server:options({ pins = "", known_hosts = file, host_key_policy = "accept-new" })
+      options.host_key_alias = "tpu.1"
+      local err = fails("hostkey", "hostkey", ssh.connect, options)
+      assert.are.equal("changed", err.reason)
+      assert.is_truthy(err.message:find("ssh-keygen -R 'tpu.1'", 1, true))
+
+      options.host_key_alias = "tpu.2"
+      ssh.connect(options):close()
+      assert.are.equal(("tpu.1 %s\ntpu.2 %s\n"):format(other, server:pin()), fs.read(file))
+    end)
+
     it("that is revoked, whatever else vouches for it", function()
       local name = ("[%s]:%d"):format(server.address, server.port)
       local file = support.write(
