@@ -112,7 +112,18 @@ end
 
 local CALL_FIELDS = { version = true, query = true, body = true, idempotent = true, deadline = true }
 
---- A method of the schema as a call of the client.
+--- An answer cannot be used.
+local function unusable(target, problem)
+  errors.raise {
+    code = "protocol",
+    op = "gcp",
+    target = target,
+    message = ("%s: the answer is not as the API's schema says: %s"):format(target, problem),
+  }
+end
+
+--- A method of the schema as a call of the client, and a check of its answers: `check(message)` raises `protocol` for
+--- one that has not the form of the schema.
 local function prepare(self, name, arguments)
   local version = arguments.version or "v2"
   local schema = require("ciranda.data.tpu_schema_" .. version)
@@ -147,6 +158,12 @@ local function prepare(self, name, arguments)
   if method.verb == "GET" then
     query.prettyPrint = false -- no program needs the blanks, which are a third of a list
   end
+  local function check(message)
+    local problem = require("ciranda.gcp.answer_check").problem(schema, method.response, message)
+    if problem then
+      unusable(("%s of %s%s/%s"):format(name, self.endpoint, version, path), problem)
+    end
+  end
   return {
     method = method.verb,
     url = ("%s%s/%s"):format(self.endpoint, version, path),
@@ -154,7 +171,8 @@ local function prepare(self, name, arguments)
     json = method.body and (arguments.body or {}) or nil,
     idempotent = arguments.idempotent,
     deadline = arguments.deadline,
-  }
+  },
+    check
 end
 
 --- Call any method of the API by its name in the schema, such as "reservations.list".
@@ -162,10 +180,13 @@ end
 ---@param name string
 ---@param arguments ciranda.gcp.TpuCall?
 ---@return table message
---- Raises what the client raises; `not_found` says in our words what is not where.
+--- Raises what the client raises; `protocol` for an answer that is not as the schema says; `not_found` says in our
+--- words what is not where.
 function Tpu:call(name, arguments)
-  local called, message = pcall(self.client.json, self.client, prepare(self, name, arguments or {}))
+  local call, check = prepare(self, name, arguments or {})
+  local called, message = pcall(self.client.json, self.client, call)
   if called then
+    check(message)
     return message
   end
   local id = arguments and (arguments.queuedResource or arguments.node)
@@ -192,7 +213,8 @@ end
 ---@return table[] items
 ---@return string[] unreachable zones that could not be asked
 function Tpu:list(name, arguments)
-  local items, unreachable = self.client:pages(prepare(self, name, arguments or {}), name:match("^(%w+)%."))
+  local call, check = prepare(self, name, arguments or {})
+  local items, unreachable = self.client:pages(call, name:match("^(%w+)%."), check)
   if #unreachable > 0 then
     log.warn(
       ("%s: no answer from %s: the list is not complete"):format(name, table.concat(unreachable, ", "))
@@ -232,13 +254,23 @@ local function mask_of(list, kind, paths)
   return paths and ("%s(%s),nextPageToken,unreachable"):format(list, table.concat(fields, ",")) or nil
 end
 
+--- Messages that were asked for with their names, which everybody goes by.
+local function named(tpu, messages)
+  for place = 1, #messages do
+    if not messages[place].name then
+      unusable(tostring(tpu), "what it tells of has no name")
+    end
+  end
+  return messages
+end
+
 --- The nodes of the zone.
 ---@async
 ---@param paths string[]? the fields that are wanted besides the name, such as "state"; all by default
 ---@return table[] Node messages
 function Tpu:list_nodes(paths)
   local query = { pageSize = PAGE, fields = mask_of("nodes", "Node", paths) }
-  return (self:list("nodes.list", { query = query }))
+  return named(self, (self:list("nodes.list", { query = query })))
 end
 
 --- The queued resources of the zone.
@@ -247,7 +279,7 @@ end
 ---@return table[] QueuedResource messages
 function Tpu:list_queued_resources(paths)
   local query = { pageSize = PAGE, fields = mask_of("queuedResources", "QueuedResource", paths) }
-  return (self:list("queuedResources.list", { query = query }))
+  return named(self, (self:list("queuedResources.list", { query = query })))
 end
 
 --- One node.
@@ -255,7 +287,7 @@ end
 ---@param name string
 ---@return table Node message
 function Tpu:get_node(name)
-  return self:call("nodes.get", { node = name })
+  return named(self, { self:call("nodes.get", { node = name }) })[1]
 end
 
 --- The guest attributes of a node's workers, one entry a worker, in order.
@@ -396,7 +428,8 @@ end
 ---@async
 ---@return table QueuedResource message
 function QueuedResource:get()
-  return self.tpu:call("queuedResources.get", { queuedResource = self.id, version = self.version })
+  local message = self.tpu:call("queuedResources.get", { queuedResource = self.id, version = self.version })
+  return named(self.tpu, { message })[1]
 end
 
 --- The state's name, nil when there is no such queued resource.
@@ -565,8 +598,14 @@ end
 ---@return table response
 --- Raises what the operation failed with, `timeout`.
 function Tpu:wait_operation(operation, options)
+  local name = operation
   if type(operation) == "string" then
     operation = self:get_operation(operation)
+  else
+    name = operation.name
+  end
+  if not operation.done and not name then
+    unusable(tostring(self), "an operation without a name")
   end
   local timeout = options and options.timeout or 1800
   local deadline = self.client:now() + timeout
@@ -577,16 +616,16 @@ function Tpu:wait_operation(operation, options)
       errors.raise {
         code = "timeout",
         op = "tpu.wait_operation",
-        target = operation.name,
-        message = ("%s has not ended within %g s"):format(operation.name, timeout),
+        target = name,
+        message = ("%s has not ended within %g s"):format(name, timeout),
       }
     end
     task.sleep(math.min(wait * (0.5 + self.client.random() * 0.5), deadline - now))
     wait = math.min(wait * 1.4, 30)
-    operation = self:get_operation(operation.name, math.max(1, deadline - self.client:now()))
+    operation = self:get_operation(name, math.max(1, deadline - self.client:now()))
   end
   if operation.error then
-    local target = type(operation.metadata) == "table" and operation.metadata.target or operation.name
+    local target = type(operation.metadata) == "table" and operation.metadata.target or name
     errors.raise(failure.of_status(operation.error, M.short_name(tostring(target))))
   end
   return operation.response or {}

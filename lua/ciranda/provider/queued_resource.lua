@@ -2,6 +2,7 @@
 --
 -- The queued resource itself says which nodes are its own; so a node that was deleted is noticed as a gap, and one
 -- of another queued resource with a similar name is not taken in.
+local checks = require("ciranda.gcp.request_checks")
 local err = require("ciranda.io.error")
 local node_provider = require("ciranda.provider.node")
 
@@ -17,7 +18,7 @@ function M.node_ids(message)
     local several = spec.multisliceParams or spec.multiNodeParams
     if several then
       local prefix = several.nodeIdPrefix or node_provider.short_name(message.name)
-      for index = 0, (several.nodeCount or 0) - 1 do
+      for index = 0, math.min(several.nodeCount or 0, checks.MAX_SLICES) - 1 do
         ids[#ids + 1] = { id = ("%s-%d"):format(prefix, index), index = index }
       end
     elseif spec.nodeId then

@@ -582,6 +582,7 @@ describe("ciranda.gcp.tpu", function()
     local ended = {}
     for round = 1, 600 do
       local queued = mutated(QUEUED)
+      queued.queueingPolicy = round % 2 == 0 and queued.queueingPolicy or nil -- else it has lapsed: a stock-out
       if type(queued.state) == "table" and round % 3 > 0 then
         queued.state.state = round % 3 == 1 and "ACTIVE" or "SUSPENDED"
       end
@@ -620,6 +621,42 @@ describe("ciranda.gcp.tpu", function()
         end
         local err = fails("timeout", qr.wait, qr, "ACTIVE", fast { timeout = 0.1 })
         assert.matches("job1", tostring(err), 1, true, name)
+      end
+    end)
+  end)
+
+  it("says which part of an answer is not as the schema says", function()
+    support.with_tpu({}, function(tpu, project)
+      local node = tpu_module.short_name(tpu:create(request({ slices = 1 })):wait("ACTIVE", fast()).name)
+      for _, case in ipairs {
+        { '{"nodes": [{"name": 7}]}', "nodes[0].name must be a string", tpu.list_nodes },
+        { '{"nodes": [{}]}', "has no name", tpu.list_nodes },
+        { '{"nodes": [{"name": "n"}, null]}', "nodes[1] must be an object", tpu.list_nodes },
+        {
+          '{"queuedResources": [{"name": "q", "tpu": {"nodeSpec": {"a": 1}}}]}',
+          "queuedResources[0].tpu.nodeSpec must be a list",
+          tpu.list_queued_resources,
+        },
+        { '{"name": null}', "has no name", tpu.get_node, node },
+        { '{"name": "n", "labels": {"a b": []}}', 'labels["a b"] must be a string', tpu.get_node, node },
+        {
+          '{"guestAttributes": [{"queryValue": {"items": [{"key": {}}]}}]}',
+          "guestAttributes[0].queryValue.items[0].key must be a string",
+          tpu.guest_attributes,
+          node,
+        },
+        { '{"done": "yes"}', "done must be true or false", tpu.wait_operation, "operations/o" },
+        { "{}", "an operation without a name", tpu.delete_node, node, true },
+      } do
+        local body, problem, method, argument, wait = table.unpack(case)
+        function project.before()
+          return { body = body, headers = { ["Content-Type"] = "application/json" } }
+        end
+        local err = fails("protocol", function()
+          local answer = method(tpu, argument)
+          return wait and tpu:wait_operation({ name = answer })
+        end)
+        assert.matches(problem, tostring(err), 1, true)
       end
     end)
   end)
