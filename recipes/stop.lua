@@ -134,7 +134,11 @@ function M.run(context)
         ),
       })
     end
-    context.progress:say("Nothing of run %s is running", state.run)
+    local given = launch.give_back({ run = state.run, take = flags.TAKE })
+    context.progress:say(
+      given and "Nothing of run %s is running; its workers are given back" or "Nothing of run %s is running",
+      state.run
+    )
     return 0
   end
   local result = take_up(context, state.run)

@@ -229,7 +229,9 @@ function M.main(command)
       return result.status
     end
     if errors.is(status, "cancelled") or errors.is(status, "interrupted") then
-      announce(context, { kind = "interrupted", status = session.interrupted_status() })
+      local code, signal = session.interrupted_status()
+      local message = ("interrupted: by %s, exit status %d"):format(signal or "the program", code)
+      announce(context, { kind = "interrupted", status = code, message = message })
       error(status, 0)
     end
     local kind, code = kind_of(status)

@@ -36,9 +36,10 @@ function M.on_interrupt(handler)
 end
 
 --- The status for the signal that ended the root task.
----@return integer
+---@return integer status
+---@return string? signal its name
 function M.interrupted_status()
-  return SIGNAL_STATUS[interrupted_by] or 130
+  return SIGNAL_STATUS[interrupted_by] or 130, interrupted_by
 end
 
 --- Tells who is in a `fleet:run`, unless that has been told since it began.
@@ -163,7 +164,7 @@ function M.run(fn)
   elseif ok then
     return math.tointeger(value) or 0
   elseif interrupted_by or errors.is(value, "interrupted") then
-    return M.interrupted_status()
+    return (M.interrupted_status())
   end
   return report(value, traceback)
 end

@@ -106,6 +106,7 @@ function M.slice(node, index, guest_attributes)
     health = node.health,
     node_uid = node.id,
     queued_resource = node.queuedResource and M.short_name(node.queuedResource),
+    multislice = node.multisliceNode or nil,
     symptoms = node.symptoms,
     metadata = node.metadata,
     upcoming_maintenance = node.upcomingMaintenance,

@@ -9,6 +9,7 @@ local drill_event = require("ciranda.run.drill_event")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
 local journals = require("ciranda.run.journal")
+local leases = require("ciranda.run.lease")
 local known = require("ciranda.run.known")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
@@ -285,6 +286,8 @@ function Session:observe(grace, kind, act)
         kind = kind,
       })
     end
+    -- The workers were that runner's; unless the command goes on they are given back at the end.
+    self.lease = verdict and leases.new(self.options.run, journal)
     journal:close(0, "interrupted")
   end
   return result
@@ -309,8 +312,11 @@ function Session:table_lines()
   return lines
 end
 
---- Closes the connections.
+--- Gives the workers back that nobody else has now, and closes the connections.
 function Session:close()
+  if self.lease then
+    self.lease:release(leases.links_of(self.fleet))
+  end
   self.fleet:close()
 end
 

@@ -179,6 +179,7 @@ local function start_again(session, seconds)
     end
   end
   again.on_bytes = on_bytes
+  session.lease = nil -- it is that run's now
   local result = launch.run(again)
   waiting:cancel("the end")
   if result.kind ~= "detached" then

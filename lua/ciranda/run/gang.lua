@@ -335,13 +335,12 @@ function Gang:rejoin(received)
   self.started = true
   task.map(self.members, function(member)
     member.attempt.received = received(member.worker)
-    local ok, there = pcall(member.attempt.rejoin, member.attempt)
-    local why
+    local ok, there, why = pcall(watch.unless_gone, self, member, member.attempt.rejoin)
     if ok and there then
       ok, there = pcall(member.attempt.go, member.attempt, self.options.go_timeout or 120)
       why = not ok and there
     elseif ok then
-      why = "the machine was made anew: the attempt is not there"
+      why = why or "the machine was made anew: the attempt is not there"
     else
       why = there
     end

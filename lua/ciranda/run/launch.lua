@@ -8,6 +8,7 @@ local hooks = require("ciranda.run.hooks")
 local journals = require("ciranda.run.journal")
 local known = require("ciranda.run.known")
 local leases = require("ciranda.run.lease")
+local node_states = require("ciranda.run.node_state")
 local rounds = require("ciranda.run.round")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -120,16 +121,6 @@ local function run_attempt(options, journal, series)
   fact.environment_of = options.environment_of and true or nil
   journal:append("attempt", fact)
   return round:run()
-end
-
----@param fleet ciranda.Fleet
----@return ciranda.fleet.Link[]
-local function links_of(fleet)
-  local links = {}
-  for place, worker in ipairs(fleet:workers()) do
-    links[place] = fleet:link(worker)
-  end
-  return links
 end
 
 --- What the budgets know: how the attempts of this run have ended so far.
@@ -281,7 +272,7 @@ local function continue(options, journal, result)
     while true do
       task.sleep(leases.RENEW)
       if idle then
-        lease:renew(links_of(options.fleet))
+        lease:renew(leases.links_of(options.fleet))
       end
     end
   end)
@@ -289,7 +280,7 @@ local function continue(options, journal, result)
     __close = function()
       keeper:cancel("the run is over")
       if idle and result.kind ~= "detached" then
-        lease:release(links_of(options.fleet), options.unconnected)
+        lease:release(leases.links_of(options.fleet), options.unconnected)
       end
       if options.fleet ~= given then
         options.fleet:close()
@@ -340,6 +331,21 @@ local function continue(options, journal, result)
   return result
 end
 
+--- What a run that is cut short before COMMAND was started says when it leaves: how, as its attempt has it.
+---@param journal ciranda.Journal
+---@return table to be closed before the journal
+local function farewell(journal)
+  return setmetatable({}, {
+    __close = function(_, problem)
+      local attempts = journal:state().attempts
+      local ended = problem and #attempts > 0 and attempts[#attempts].ended
+      if ended and ended.kind == "interrupted" then
+        journal:close(ended.status, ended.kind)
+      end
+    end,
+  })
+end
+
 --- Runs a command on every worker of a fleet, from staging to the verdict, and again within the budgets.
 ---@async
 ---@param options ciranda.run.LaunchOptions
@@ -348,6 +354,7 @@ end
 function M.run(options)
   local journal <close> =
     journals.open(options.run, { recipe = options.recipe, arguments = options.arguments })
+  local _ <close> = farewell(journal)
   local mine = setmetatable({}, { __index = options })
   local result = continue(mine, journal, run_attempt(mine, journal))
   journal:close(result.status, result.kind)
@@ -371,15 +378,27 @@ end
 ---@return ciranda.run.LaunchResult
 -- Raises "not_found" when there is no such run or nothing of it is running; "busy" when its runner is alive.
 function M.attach(options)
-  local last = known.find(options.run, "attach", true)
+  local found, last = pcall(known.find, options.run, "attach", true)
+  if not found then
+    if err.is(last, "not_found") and M.give_back(options) then
+      last.message = last.message .. ": its runner was gone before that; its workers are given back"
+    end
+    error(last, 0)
+  end
   local fleet <close> = known.fleet(last, options.connect_options)
   local journal <close> = journals.open(options.run, { take = options.take })
+  local _ <close> = farewell(journal)
   local mine = known.kept(last)
   mine.fleet, mine.run, mine.directory = fleet, options.run, last.directory
   mine.progress, mine.json, mine.show = options.progress, options.json, options.show
   mine.on_interrupt = options.on_interrupt
   mine.grace = options.grace or last.grace
   mine.notices = last.cloud ~= nil
+  mine.node_state = last.cloud
+    and node_states.of(function()
+      local project, zone = last.cloud.project, last.cloud.zone
+      return require("ciranda.gcp.tpu").connect({ project = project, zone = zone })
+    end)
   mine.hooks = last.hooks_file and hooks.load(last.hooks_file) or nil
   -- What each worker was told besides is not kept: it is found out again before another attempt.
   mine.unknown_environment = last.environment_of
@@ -413,6 +432,39 @@ function M.attach(options)
   result = continue(mine, journal, result)
   journal:close(result.status, result.kind)
   return result
+end
+
+--- Ends a run whose runner was gone before COMMAND was started, or before it had said how the run ended: gives its
+--- workers back, and stops its SETUP. What does not answer is left alone; the lease there expires.
+---@async
+---@param options { run: string, connect_options: table?, take: boolean? } as for `attach`
+---@return boolean given whether the run was such a one
+-- Raises "busy" when a runner has the run.
+function M.give_back(options)
+  local state = journals.read(options.run)
+  local last = state and state.attempts[#state.attempts]
+  if not last or (last.gone and not last.ended) or (state.ended and state.ended.kind) then
+    return false
+  end
+  local fleet <close> = known.fleet(last, options.connect_options or {})
+  local journal <close> = journals.open(options.run, { take = options.take })
+  local setup = not last.gone and (last.staging or {}).setup
+  if setup then
+    require("ciranda.run.setup").stop(fleet, setup.hash)
+  end
+  leases.new(options.run, journal):release(leases.links_of(fleet), true)
+  local ended = last.ended
+  if not ended then
+    ended = {
+      attempt = last.attempt,
+      status = 1,
+      kind = "staging",
+      reason = "its runner was gone before the start",
+    }
+    journal:append("attempt_end", ended)
+  end
+  journal:close(ended.status, ended.kind)
+  return true
 end
 
 return M

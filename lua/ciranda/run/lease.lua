@@ -36,7 +36,9 @@ if rm -f $file 2>/dev/null || [ $((seconds - renewed)) -lt 86400 ]; then echo "v
 fi; done;
 [ {mode} = look ] && exit 0;
 if [ -z "$held" ]; then
-echo "{key} {run} {user} {host} {pid} $booted $taken" > $mine || { rm -f $mine; exit 1; };
+echo "{key} {run} {user} {host} {pid} $booted $taken" > $mine || { rm -f $mine;
+df -Pk ${mine%/*} | { read -r head; read -r disk size used free rest; [ "${free:-4}" -ge 4 ] || full=", No space left";
+echo "$mine cannot be written; its disk has ${free:-?} kB free$full" >&2; }; exit 1; };
 elif [ {mode} != join ]; then exit 0; fi;
 exec 9<&-;
 ]]
@@ -240,6 +242,17 @@ function Lease:look(link)
     holders[#holders + 1] = M.parse(text)
   end
   return holders
+end
+
+--- The links of a fleet's workers, for `renew` and `release`.
+---@param fleet ciranda.Fleet
+---@return ciranda.fleet.Link[]
+function M.links_of(fleet)
+  local links = {}
+  for place, worker in ipairs(fleet:workers()) do
+    links[place] = fleet:link(worker)
+  end
+  return links
 end
 
 --- Runs a short script on every connection that is open, or on all; what fails is left to time.

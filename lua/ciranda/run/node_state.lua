@@ -11,7 +11,32 @@ local LIMIT, LASTS = 15, 10
 --- States of a node whose machines run.
 local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 
----@alias ciranda.run.NodeState fun(worker: ciranda.Worker): string, string? the node's state, and the worker's address
+--- The node's state, the worker's address, and those of all the node's workers by their index.
+---@alias ciranda.run.NodeState fun(worker: ciranda.Worker): string, string?, table<integer, string>?
+
+--- Who tells the states of nodes: the cloud's API, connected to when it is first asked.
+---@param connect fun(): ciranda.gcp.Tpu
+---@return ciranda.run.NodeState node_state raises what connecting and the API raise
+function M.of(connect)
+  local tpu
+  return function(worker)
+    tpu = tpu or connect()
+    local ok, node = pcall(tpu.get_node, tpu, worker.node)
+    if not ok and err.is(node, "not_found") then
+      return "gone"
+    elseif not ok then
+      error(node, 0)
+    end
+    local networks = math.max(1, #(node.networkConfigs or {}))
+    local addresses = {}
+    for place, endpoint in ipairs(node.networkEndpoints or {}) do
+      if (place - 1) % networks == 0 then
+        addresses[(place - 1) // networks] = endpoint.ipAddress
+      end
+    end
+    return node.state or "STATE_UNSPECIFIED", addresses[worker.index], addresses
+  end
+end
 
 --- Asks for it.
 ---@async
@@ -19,11 +44,12 @@ local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 ---@param worker ciranda.Worker
 ---@return string? state nil when nobody can tell
 ---@return string? address
+---@return table<integer, string>? addresses of all its workers, by index
 -- Raises "cancelled", and what is a mistake of this program.
 function M.ask(node_state, worker)
-  local ok, state, address = pcall(task.timeout, LIMIT, node_state, worker)
+  local ok, state, address, addresses = pcall(task.timeout, LIMIT, node_state, worker)
   if ok then
-    return state, address
+    return state, address, addresses
   elseif not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
     error(state, 0)
   end
@@ -42,17 +68,18 @@ function M.gone(node_state)
     local now = uv.hrtime() / 1e9
     local known = by_node[worker.node]
     if not known or now - known.at > LASTS then
-      local state, address = M.ask(node_state, worker)
+      local state, address, addresses = M.ask(node_state, worker)
       if not state then
         return nil
       end
-      -- The address is that of the worker that was asked about.
-      known = { at = now, state = state, address = address, worker = worker }
+      known = { at = now, state = state, addresses = addresses or { [worker.index] = address } }
       by_node[worker.node] = known
     end
     if not RUNNING[known.state] then
       return ("the machine does not answer, and its node %s is %s"):format(worker.node, known.state)
-    elseif known.worker == worker and known.address and known.address ~= worker.internal_address then
+    end
+    local address = known.addresses[worker.index]
+    if address and address ~= worker.internal_address then
       return ("the machine does not answer, and its node %s has others now"):format(worker.node)
     end
     return nil

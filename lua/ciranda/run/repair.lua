@@ -173,8 +173,8 @@ local ASK = [[curl -sf -m 5 -H Metadata-Flavor:Google ]]
   .. [[http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/instance/attributes/tpu-env]]
 
 --- What Multislice's variables must be where the platform's do not fit the machines: a coordinator that was replaced
---- has another address, and a part of the slices is fewer than the platform speaks of. Nothing when the platform is
---- right, when it cannot be asked or says nothing, or for a single slice.
+--- has another address, and a part of the slices, or one alone, is fewer than the platform speaks of (JAX would
+--- wait for the others). Nothing when the platform is right, and when it cannot be asked or says nothing.
 ---@async
 ---@param fleet ciranda.Fleet
 ---@param slices ciranda.Slice[]
@@ -182,7 +182,7 @@ local ASK = [[curl -sf -m 5 -H Metadata-Flavor:Google ]]
 ---@return string? note what was wrong and where, for a person
 function M.multislice(fleet, slices)
   local first = slices[1] and slices[1].workers[1]
-  if #slices < 2 or not first then
+  if not first then
     return nil
   end
   local address, count, places = first.internal_address or first.address, tostring(#slices), {}

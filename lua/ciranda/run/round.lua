@@ -26,6 +26,9 @@ local STOPPED = ending.STOPPED
 --- Seconds in which the platform's own SIGTERM may act before ours is sent.
 local PLATFORM_FIRST = 5
 
+--- Seconds that stopping SETUP may take when the runner is interrupted.
+local SETUP_STOP = 8
+
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
 
@@ -129,6 +132,7 @@ function Round:signalled(name)
   if name == "SIGUSR1" then
     self.request.save = self.running
   elseif not self.running then
+    self.interrupted_by = name
     return false
   elseif name == "SIGHUP" or (STOPPED[name] and self.request.stop) then
     if self.request.detach then
@@ -344,6 +348,9 @@ function Round:try(kind, consequence, step, ...)
   local ok, problem = pcall(step, ...)
   if ok then
     return true
+  elseif err.is(problem, "cancelled") and self.interrupted_by and not self.running then
+    self:interrupted()
+    error(problem, 0)
   elseif not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
     error(problem, 0)
   end
@@ -361,6 +368,24 @@ function Round:try(kind, consequence, step, ...)
     message = ("%s: %s, exit status %d"):format(kind, consequence, status),
   })
   return false
+end
+
+--- The runner leaves before COMMAND was started: a SETUP under way is stopped by whoever stops the runner; a lost
+--- terminal leaves it to the next run.
+---@private
+function Round:interrupted()
+  local options, name = self.options, self.interrupted_by
+  local setup = STOPPED[name] and (options.staging or {}).setup
+  self:say("%s: COMMAND was started on no worker", name)
+  self:ended({
+    status = ending.INTERRUPTED[name] or 1,
+    kind = "interrupted",
+    reason = name,
+    message = "interrupted",
+  })
+  if setup then
+    pcall(task.timeout, SETUP_STOP, require("ciranda.run.setup").stop, options.fleet, setup.hash)
+  end
 end
 
 --- Writes down how it ended.

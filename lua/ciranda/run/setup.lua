@@ -108,6 +108,33 @@ function M.run(attempt, timeout, directory)
   attempt:set_phase("staged")
 end
 
+--- Stops the SETUP that an attempt began, wherever it still runs: its runner is gone, or leaves. What does not
+--- answer is left alone.
+---@async
+---@param fleet ciranda.Fleet
+---@param hash string
+function M.stop(fleet, hash)
+  local guard = attempts.guard()
+  task.map(fleet:workers(), function(worker)
+    local one = attempts.new({
+      run = ".setup",
+      id = hash,
+      worker = worker,
+      link = fleet:link(worker),
+      guard = guard,
+      lost_after = START,
+    })
+    local ok, problem = pcall(function()
+      if one:status().state == "running" then
+        one:stop(GRACE, "its run was stopped")
+      end
+    end)
+    if not ok and (not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal")) then
+      error(problem, 0)
+    end
+  end)
+end
+
 --- Makes the directory of the logs.
 ---@param journal ciranda.Journal?
 ---@param id string

@@ -300,7 +300,9 @@ local function setup_state(attempt, facts)
   if facts.setup == "stale" then
     attempt:end_earlier(names(attempt).setup, EARLIER_GRACE)
   end
-  return status == "0", status ~= "0"
+  -- One that was stopped has not done its work, whatever its status.
+  local done = status == "0" and not facts.setup:find('"stopped":true', 1, true)
+  return done, not done
 end
 
 --- Stages an attempt.

@@ -303,21 +303,13 @@ function M.of(slices, tpu, flags, progress)
     end,
     multislice = function()
       local chosen = slices_of(fleet, slices)
-      if tpu and #chosen < #slices then
+      if tpu and (#chosen < #slices or #chosen == 1 and chosen[1].multislice) then
         return repair.multislice(fleet, chosen)
       end
     end,
-    node_state = tpu and function(worker)
-      local ok, node = pcall(tpu.get_node, tpu, worker.node)
-      if not ok and err.is(node, "not_found") then
-        return "gone"
-      elseif not ok then
-        error(node, 0)
-      end
-      local networks = math.max(1, #(node.networkConfigs or {}))
-      local endpoint = (node.networkEndpoints or {})[worker.index * networks + 1]
-      return node.state or "STATE_UNSPECIFIED", endpoint and endpoint.ipAddress
-    end or nil,
+    node_state = tpu and require("ciranda.run.node_state").of(function()
+      return tpu
+    end),
     login = function()
       login(fleet)
     end,

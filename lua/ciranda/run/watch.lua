@@ -240,6 +240,39 @@ function Watch:look_for_gone()
   end
 end
 
+--- Does what needs the member's machine, unless the platform has taken that away meanwhile.
+---@async
+---@param gang ciranda.run.Gang
+---@param member ciranda.run.GangMember
+---@param fn fun(attempt: ciranda.run.Attempt): any
+---@return any value of `fn`, nil when the machine is gone
+---@return string? why it is gone
+-- Raises what `fn` raises.
+function M.unless_gone(gang, member, fn)
+  local machine_gone = gang.options.machine_gone
+  if not machine_gone then
+    return fn(member.attempt)
+  end
+  local which, value = task.race({
+    function()
+      return fn(member.attempt)
+    end,
+    function()
+      local why
+      task.sleep(SILENT)
+      while not why do
+        task.sleep(LOOK_FOR_GONE)
+        why = not member.attempt.link:connected() and machine_gone(member.worker)
+      end
+      return why
+    end,
+  })
+  if which == 2 then
+    return nil, value
+  end
+  return value
+end
+
 --- Watches until every member has ended; stops the others when one fails.
 ---@async
 ---@param gang ciranda.run.Gang

@@ -53,6 +53,22 @@ describe("the command line", function()
     assert.equal(4, record.status)
   end)
 
+  it("says in the last line by which signal it was interrupted", function()
+    local recipe = directory .. "/waits.lua"
+    fs.write(
+      recipe,
+      [[return { summary = "waits", run = function()
+        local uv = require("luv")
+        uv.kill(uv.os_getpid(), "sigterm")
+        require("ciranda.task").sleep(60)
+      end }]]
+    )
+    local result = ciranda("run", recipe)
+    assert.same({ 143, "interrupted: by SIGTERM, exit status 143\n" }, { result.code, result.stderr })
+    local record = json.decode(ciranda("--json", "run", recipe).stdout:match("([^\n]+)\n$"))
+    assert.same({ "interrupted", 143 }, { record.kind, record.status })
+  end)
+
   it("gives 2 for usage, 124 for a deadline, 1 for the rest", function()
     local recipe = directory .. "/mine.lua"
     for code, status in pairs { usage = 2, deadline = 124, failed = 1, quota = 1 } do

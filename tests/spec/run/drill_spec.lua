@@ -55,6 +55,11 @@ describe("run.drill", function()
     os.execute(("rm -rf '%s'"):format(root))
   end)
 
+  --- Whether somebody has a worker.
+  local function leased(address)
+    return uv.fs_stat(machines[address].home .. "/ciranda_lease.tester") ~= nil
+  end
+
   --- Steps that a worker has done, as its own machine has them.
   local function steps_done(run, address)
     local last = journal.read(run)
@@ -165,9 +170,28 @@ describe("run.drill", function()
       assert.equal(2, #state.attempts)
       assert.is_nil(state.attempts[2].ended)
       assert.equal(0, #state.runners)
+      assert.is_true(leased("0.0"))
       end_machines()
     end)
   end
+
+  it(
+    "gives the workers back after a save of a run without a runner, and leaves those of one that has",
+    function()
+      for _, leaves in ipairs({ true, false }) do
+        local session
+        with_job({ runner_leaves = leaves }, function(run)
+          session = open(run)
+          session:save(20, "autocheckpoint save")
+        end)
+        -- A runner that is there has given them back by itself.
+        assert.equal(leaves, leased("0.0"))
+        session:close()
+        assert.is_false(leased("0.0") or leased("1.0"))
+        end_machines()
+      end
+    end
+  )
 
   it("ends a live runner as stopped, with the step saved and nothing tried again", function()
     local saved_there, run, result = with_job(

@@ -457,6 +457,47 @@ describe("run.launch", function()
     end
   end)
 
+  it("attach asks the cloud what became of a machine that does not answer", function()
+    local notices, tpus = require("ciranda.run.notices"), require("ciranda.gcp.tpu")
+    local watch, connect_tpu = notices.watch, tpus.connect
+    finally(function()
+      notices.watch, tpus.connect = watch, connect_tpu
+    end)
+    notices.watch = function() end -- these machines have no metadata server
+    tpus.connect = function(given)
+      assert.same({ project = "p", zone = "z" }, given)
+      return {
+        get_node = function(_, name)
+          assert.equal("node-1", name)
+          return { state = "PREEMPTED" }
+        end,
+      }
+    end
+    local options = settings("touch ../up; sleep 60", { cloud = { project = "p", zone = "z", nodes = {} } })
+    local result = run_with(options, {
+      {
+        when = function()
+          return place.handler and uv.fs_stat(machines["1.0"].home .. "/up")
+        end,
+        act = signal("SIGHUP"),
+      },
+    })
+    assert.equal("detached", result.kind)
+    for _, address in ipairs({ "1.0", "1.1" }) do
+      machines[address].down = true
+      machines[address]:reboot()
+    end
+    result = launch.attach({
+      run = "r1",
+      connect_options = { connect = connect, retry_for = 2 },
+      progress = options.progress,
+      json = true,
+      on_interrupt = options.on_interrupt,
+    })
+    assert.same({ 1, "preempted" }, { result.status, result.kind })
+    assert.matches("the machine does not answer, and its node node-1 is PREEMPTED", text(), 1, true)
+  end)
+
   it("says staging when nothing was started, and deadline when that was the reason", function()
     machines["1.1"].refuses = { code = "hostkey", message = "the host key has changed" }
     local result = launch.run(settings("true"))

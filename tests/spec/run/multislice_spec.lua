@@ -41,7 +41,7 @@ describe("run.repair.multislice", function()
       .. ("MEGASCALE_NUM_SLICES: '%d'\nMEGASCALE_SLICE_ID: '%d'\n"):format(count, id)
   end
 
-  it("says nothing while the platform is right, and of a single slice", function()
+  it("says nothing while the platform is right or says nothing", function()
     local slices = slices_of(0, 1)
     local fleet = fleet_of(slices, function(worker)
       return tpu_env("10.0.0.0:8080", 2, worker.slice)
@@ -49,9 +49,23 @@ describe("run.repair.multislice", function()
     assert.is_nil(repair.multislice(fleet, slices))
     slices = slices_of(0)
     fleet = fleet_of(slices, function()
-      return tpu_env("10.9.9.9", 4, 3)
+      return "ACCELERATOR_TYPE: 'v5litepod-8'\n"
     end)
     assert.is_nil(repair.multislice(fleet, slices))
+  end)
+
+  it("tells one slice of several that it is alone: it would wait for the others", function()
+    local slices = slices_of(3)
+    local fleet = fleet_of(slices, function()
+      return tpu_env("10.0.0.0:8080", 4, 3)
+    end)
+    local environment_of, note = repair.multislice(fleet, slices)
+    assert.matches("4 slices in place of 1 on slice3/worker[0-1]", note, 1, true)
+    assert.same({
+      MEGASCALE_COORDINATOR_ADDRESS = "10.0.3.0:8080",
+      MEGASCALE_NUM_SLICES = "1",
+      MEGASCALE_SLICE_ID = "0",
+    }, environment_of(slices[1].workers[2]))
   end)
 
   it("names the coordinator that is there now, with the port that the platform has", function()

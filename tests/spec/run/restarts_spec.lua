@@ -297,14 +297,95 @@ describe("run.launch with several attempts", function()
     assert.matches("run r1 has ended: done", problem.message, 1, true)
   end)
 
-  it("attach gives the workers back where a runner was killed after its command had ended", function()
-    local function leased()
-      local count = 0
-      for _, machine in pairs(machines) do
-        count = count + (uv.fs_stat(machine.home .. "/ciranda_lease.tester") and 1 or 0)
-      end
-      return count
+  --- How many workers somebody has.
+  local function leased()
+    local count = 0
+    for _, machine in pairs(machines) do
+      count = count + (uv.fs_stat(machine.home .. "/ciranda_lease.tester") and 1 or 0)
     end
+    return count
+  end
+
+  --- How many workers do their SETUP now.
+  local function setting_up()
+    local count = 0
+    for _, machine in pairs(machines) do
+      for _, line in pairs(machine:processes()) do
+        count = count + (line:find("sleep 601", 1, true) and 1 or 0)
+      end
+    end
+    return count
+  end
+
+  --- A run whose runner ends while SETUP runs on both workers: `act(runner)` ends it.
+  local function ends_in_setup(act)
+    local setup = { command = "exec sleep 601", hash = ("5e"):rep(32), timeout = 300 }
+    local options = settings("touch ../ran", { staging = { setup = setup } })
+    local scope <close> = task.scope()
+    local runner = scope:spawn(function()
+      local ok, problem = pcall(launch.run, options)
+      assert.is_false(ok)
+      assert.equal("cancelled", problem.code)
+    end)
+    task.timeout(40, function()
+      while setting_up() < 2 do
+        task.sleep(0.02)
+      end
+    end)
+    assert.equal(2, leased())
+    act(runner, options)
+    runner:wait()
+    return { run = "r1", connect_options = { connect = connect, retry_for = 2 }, progress = options.progress }
+  end
+
+  it(
+    "a signal before the start ends SETUP, gives the workers back and says that nothing was started",
+    function()
+      ends_in_setup(function(runner)
+        assert.is_false(place.handler("SIGINT", 1))
+        runner:cancel("interrupted by SIGINT")
+      end)
+      assert.same({ 0, 0 }, { setting_up(), leased() })
+      assert.matches("SIGINT: COMMAND was started on no worker", text(), 1, true)
+      local state = journal.read("r1")
+      assert.same({ "interrupted", 130 }, { state.attempts[1].ended.kind, state.attempts[1].ended.status })
+      assert.same({ status = 130, kind = "interrupted" }, state.ended)
+    end
+  )
+
+  it("what a runner leaves that is killed before the start is ended by stop and by attach", function()
+    local Lease = getmetatable(leases.new("r1"))
+    local release = Lease.release
+    finally(function()
+      Lease.release = release
+    end)
+    for number, take_up in ipairs({
+      function(options)
+        assert.is_true(launch.give_back(options))
+        assert.is_false(launch.give_back(options))
+      end,
+      function(options)
+        local ok, problem = pcall(launch.attach, options)
+        assert.is_false(ok)
+        assert.equal("not_found", problem.code)
+        assert.matches("has started no command: .* its workers are given back", problem.message)
+      end,
+    }) do
+      Lease.release = function() end
+      local options = ends_in_setup(function(runner)
+        runner:cancel("killed")
+      end)
+      Lease.release = release
+      assert.same({ 2, 2 }, { setting_up(), leased() })
+      take_up(options)
+      assert.same({ 0, 0 }, { setting_up(), leased() })
+      local state = journal.read("r1")
+      assert.equal("staging", state.attempts[number].ended.kind)
+      assert.same({ status = 1, kind = "staging" }, state.ended)
+    end
+  end)
+
+  it("attach gives the workers back where a runner was killed after its command had ended", function()
     -- That runner came neither to the leases nor to how the run has ended.
     local Lease = getmetatable(leases.new("r1"))
     local release = Lease.release

@@ -130,6 +130,17 @@ describe("run.setup", function()
     assert.equal("did\n", place:read("0.0", "did"))
   end)
 
+  it("runs again what was stopped, whatever its status", function()
+    place = gangs.place(1, 1)
+    local command = "trap 'exit 0' TERM; echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done"
+    local one = gang(command)
+    assert.is_false(leaves_it_running(one))
+    setup.stop(one.options.fleet, one.options.setup.hash)
+    place:write("0.0", "finish", "")
+    gang(command):stage()
+    assert.equal("did\ndid\n", place:read("0.0", "did"))
+  end)
+
   it("runs again what the machine's end has cut off", function()
     place = gangs.place(1, 1)
     local command = "echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done"
