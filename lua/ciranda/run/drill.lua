@@ -439,7 +439,7 @@ function M.judge(saved, resumed)
     if not resumed.first then
       say(
         "the command was started again and did no step%s",
-        resumed.ended and ": it ended with status " .. resumed.ended.status or " in time"
+        resumed.ended and ": it ended with status " .. resumed.ended.status or " in time; it is left running"
       )
     elseif resumed.disagree then
       say("the workers resumed at different steps")

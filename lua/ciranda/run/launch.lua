@@ -331,6 +331,16 @@ local function continue(options, journal, result)
   return result
 end
 
+--- Finds out whether the workers to be shown are there before anything is done.
+---@param fleet ciranda.Fleet
+---@param show string?
+local function check_show(fleet, show)
+  local ok, problem = pcall(fleet.select, fleet, show or "all")
+  if not ok then
+    err.raise({ code = "usage", op = "launch", message = ("--show=%s: %s"):format(show, err.text(problem)) })
+  end
+end
+
 --- What a run that is cut short before COMMAND was started says when it leaves: how, as its attempt has it.
 ---@param journal ciranda.Journal
 ---@return table to be closed before the journal
@@ -350,8 +360,9 @@ end
 ---@async
 ---@param options ciranda.run.LaunchOptions
 ---@return ciranda.run.LaunchResult
--- Raises "busy" when another runner has the run; what `renew` raises.
+-- Raises "busy" when another runner has the run, "usage" when `show` names no worker; what `renew` raises.
 function M.run(options)
+  check_show(options.fleet, options.show)
   local journal <close> =
     journals.open(options.run, { recipe = options.recipe, arguments = options.arguments })
   local _ <close> = farewell(journal)
@@ -386,6 +397,7 @@ function M.attach(options)
     error(last, 0)
   end
   local fleet <close> = known.fleet(last, options.connect_options)
+  check_show(fleet, options.show)
   local journal <close> = journals.open(options.run, { take = options.take })
   local _ <close> = farewell(journal)
   local mine = known.kept(last)

@@ -566,6 +566,15 @@ function Round:run()
   if not self:try("staging", "nothing was started", gang.stage, gang) then
     return self.result
   end
+  -- What is raised from here on (no room for the logs, say) must not leave the workers taken.
+  local undo <close> = setmetatable({}, {
+    __close = function(_, problem)
+      if problem and not gang.started then
+        gang.options.lease:release(leases.links_of(self.options.fleet))
+      end
+    end,
+  })
+  assert(undo)
   if self.options.further then
     self.steps:tell_start(self.options.further ~= true and self.options.further or nil)
   end

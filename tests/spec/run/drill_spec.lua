@@ -251,7 +251,12 @@ describe("run.drill", function()
       true
     )
     assert.matches("different steps", problems(drill.judge(good, { first = 10, disagree = true })), 1, true)
-    assert.matches("did no step in time", problems(drill.judge(good, { disagree = false })), 1, true)
+    assert.matches(
+      "did no step in time; it is left running",
+      problems(drill.judge(good, { disagree = false })),
+      1,
+      true
+    )
     assert.matches(
       "did no step: it ended with status 1",
       problems(drill.judge(good, { disagree = false, ended = { status = 1 } })),

@@ -550,5 +550,19 @@ describe("run.launch", function()
     assert.is_false(ok)
     assert.equal("permission", e.code)
     assert.equal(0, #journal.read("r1").runners)
+    for _, machine in pairs(machines) do
+      assert.is_nil(uv.fs_stat(machine.home .. "/ciranda_lease.tester"))
+    end
+  end)
+
+  it("refuses to show workers that are not there, before anything is done", function()
+    for _, show in ipairs({ "slice7", "slice[" }) do
+      local ok, e = pcall(launch.run, settings("true", { show = show }))
+      assert.is_false(ok)
+      assert.equal("usage", e.code)
+      assert.matches("--show=" .. show, e.message, 1, true)
+    end
+    assert.equal(0, #machines["0.0"].commands)
+    assert.is_nil(journal.read("r1"))
   end)
 end)
