@@ -440,8 +440,13 @@ end
 function M.mesh(spec)
   spec = fault.options(spec, SPEC, "check.mesh")
   local what = spec.what or "mesh"
-  local shape, slices = extent(spec, what)
   local names = spec.names
+  if type(names) ~= "table" or type(names[1]) ~= "string" then
+    fault.misuse("check.mesh needs names=, the axes by increasing traffic")
+  elseif type(spec.ici) ~= "table" then
+    fault.misuse("check.mesh needs ici=, a size for each axis")
+  end
+  local shape, slices = extent(spec, what)
   local slice = devices_room.grid({ topology = shape })
   local options = { allow_split_physical_axes = spec.allow_split, jax = spec.jax }
   local function fits(sizes)

@@ -95,6 +95,11 @@ local function positive(options, name, what)
   return value
 end
 
+--- An option that may be absent.
+local function positive_or_nil(options, name, what)
+  return options[name] ~= nil and positive(options, name, what) or nil
+end
+
 -- ------------------------------------------------------------------------------- data parallelism over DCN
 
 --- Bits that cross DCN for each parameter in a step (guide): 32 between two slices, up to 64 between more.
@@ -123,9 +128,10 @@ local TOKENS = { type = true, slices = true, bandwidth = true, exact = true, gra
 function M.guide(options)
   options = fault.options(options, TOKENS, "cost.guide")
   local chip = M.chip(options.type)
-  local bandwidth = options.bandwidth or need(chip.dcn_guide, "the DCN bandwidth", chip.generation)
+  local bandwidth = positive_or_nil(options, "bandwidth", "cost.guide")
+    or need(chip.dcn_guide, "the DCN bandwidth", chip.generation)
   local intensity = chip.flops * chip.chips_per_host / bandwidth
-  local bits = M.bits_per_parameter(options.slices or 2)
+  local bits = M.bits_per_parameter(positive_or_nil(options, "slices", "cost.guide") or 2)
   local tokens = intensity * bits / M.BACKWARD
   return {
     arithmetic = "Multislice guide",
@@ -144,9 +150,9 @@ end
 function M.book(options)
   options = fault.options(options, TOKENS, "cost.book")
   local chip = M.chip(options.type)
-  local bytes = options.bandwidth and options.bandwidth / 8
-    or need(chip.dcn_book, "the DCN bandwidth", chip.generation)
-  local slices = options.slices or 2
+  local bits = positive_or_nil(options, "bandwidth", "cost.book")
+  local bytes = bits and bits / 8 or need(chip.dcn_book, "the DCN bandwidth", chip.generation)
+  local slices = positive_or_nil(options, "slices", "cost.book") or 2
   local intensity = chip.flops * chip.chips_per_host / bytes
   local tokens = intensity * (options.gradient_bytes or 2) / 2
   if options.exact then
@@ -175,8 +181,10 @@ function M.dcn(options)
   local chip = M.chip(shape)
   local backward = positive(options, "backward_seconds", "cost.dcn")
   local parameters = positive(options, "parameters", "cost.dcn")
-  local host = options.bandwidth or need(chip.dcn_guide, "the DCN bandwidth", chip.generation)
-  local bits = options.bits or M.bits_per_parameter(options.slices or 2)
+  local host = positive_or_nil(options, "bandwidth", "cost.dcn")
+    or need(chip.dcn_guide, "the DCN bandwidth", chip.generation)
+  local bits = positive_or_nil(options, "bits", "cost.dcn")
+    or M.bits_per_parameter(positive_or_nil(options, "slices", "cost.dcn") or 2)
   local bandwidth = host * shape.chips / math.min(chip.chips_per_host, shape.chips)
   local seconds = parameters * bits / bandwidth
   return {

@@ -22,6 +22,9 @@ local M = {}
 ---@param title string?
 ---@return ciranda.mesh.Picture
 function M.of(order, names, title)
+  if type(order) ~= "table" or not order.placement then
+    fault.misuse("draw: an order expected, as mesh.jax_order and mesh.best_order give it")
+  end
   local rank = #order.ici
   if names and #names ~= rank then
     fault.misuse("draw: %d names for %d axes", #names, rank)

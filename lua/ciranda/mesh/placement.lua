@@ -215,6 +215,13 @@ end
 
 local PLAIN = { contiguous_submeshes = true, allow_split_physical_axes = true, jax = true }
 
+--- Devices are made by `mesh.devices`.
+local function need_devices(devices)
+  if type(devices) ~= "table" or not devices.as_list then
+    fault.misuse("devices expected, as mesh.devices.grid and mesh.devices.list make them")
+  end
+end
+
 --- jax.experimental.mesh_utils.create_device_mesh.
 ---@param mesh_shape integer[] axes by increasing network intensity: the last carries the most traffic
 ---@param devices ciranda.mesh.Devices
@@ -226,6 +233,7 @@ function M.create_device_mesh(mesh_shape, devices, options)
   options = fault.options(options, PLAIN, "create_device_mesh")
   local rules = releases.rules(options.jax)
   local shape = canonical(mesh_shape)
+  need_devices(devices)
   local granule
   if devices.regular and devices.slices == 1 then
     granule = granules.of_grid(devices)
@@ -366,6 +374,7 @@ function M.create_hybrid_device_mesh(mesh_shape, dcn_mesh_shape, devices, option
     end
   end
 
+  need_devices(devices)
   local regular = devices.regular and devices.has_slice and not options.process_is_granule
   local count, parts = devices.slices, nil
   if not regular then

@@ -375,6 +375,12 @@ function M.rank(options)
   if math.type(slices) ~= "integer" or slices < 1 then
     fault.misuse("plan.rank: slices must be a positive integer, got %s", tostring(slices))
   end
+  for _, name in ipairs({ "tokens", "max_tokens", "bandwidth" }) do
+    local value = options[name]
+    if value ~= nil and (type(value) ~= "number" or value <= 0) then
+      fault.misuse("plan.rank: %s must be a positive number, got %s", name, tostring(value))
+    end
+  end
   local model = options.model and model_room.of(options.model)
 
   local slice = devices_room.grid({ topology = shape })

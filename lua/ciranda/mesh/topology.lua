@@ -208,7 +208,7 @@ function M.of(spec)
   if getmetatable(spec) == Topology then
     return spec
   end
-  fault.options(spec, KNOWN, "topology.of")
+  spec = fault.options(spec, KNOWN, "topology.of")
   if spec.type and not spec.topology then
     return make(types.get(spec.type), true)
   end

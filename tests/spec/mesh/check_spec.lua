@@ -175,6 +175,13 @@ describe("live slices", function()
   it("need an accelerator type", function()
     assert.are.equal("misuse", S.refusal(mesh.check.slices, { { index = 0 } }).code)
     assert.are.equal("misuse", S.refusal(mesh.check.slices, {}).code)
+    assert.are.equal("misuse", S.refusal(mesh.check.mesh, { names = { "a" }, ici = { 4 } }).code)
+  end)
+
+  it("need axes", function()
+    assert.are.equal("misuse", S.refusal(mesh.check.mesh).code)
+    assert.are.equal("misuse", S.refusal(mesh.check.mesh, { type = "v4-8", names = {}, ici = {} }).code)
+    assert.are.equal("misuse", S.refusal(mesh.check.mesh, { type = "v4-8", names = { "a" } }).code)
   end)
 end)
 

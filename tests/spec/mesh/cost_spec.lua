@@ -60,6 +60,13 @@ describe("least tokens for data parallelism over DCN", function()
     assert.are.equal("unsupported", S.refusal(cost.guide, { type = "v2" }).code)
     assert.is_true(cost.guide({ type = "v2", bandwidth = 1e10 }).tokens > 0)
     assert.are.equal("misuse", S.refusal(cost.guide, { type = "v4", slice = 2 }).code)
+    for _, wrong in ipairs({ 0, -1, "50" }) do
+      assert.are.equal("misuse", S.refusal(cost.guide, { type = "v4", bandwidth = wrong }).code)
+      assert.are.equal("misuse", S.refusal(cost.book, { type = "v4", bandwidth = wrong }).code)
+      local options = { type = "v4-8", backward_seconds = 1, parameters = 1e9, bandwidth = wrong }
+      assert.are.equal("misuse", S.refusal(cost.dcn, options).code)
+      assert.are.equal("misuse", S.refusal(cost.guide, { type = "v4", slices = wrong }).code)
+    end
   end)
 
   it("can be had for any model by the time of its backward pass", function()

@@ -205,6 +205,8 @@ describe("create_device_mesh", function()
     -- As int() does.
     assert.are.equal(4, #placement.create_device_mesh({ 2.9, "2" }, devices).ids)
     assert.are.equal("misuse", S.refusal(placement.create_device_mesh, {}, devices).code)
+    assert.are.equal("misuse", S.refusal(placement.create_device_mesh, { 4 }).code)
+    assert.are.equal("misuse", S.refusal(placement.create_hybrid_device_mesh, { 4 }, { 2 }, {}).code)
     assert.are.equal("misuse", S.refusal(placement.create_device_mesh, { 4 }, devices, { split = true }).code)
   end)
 

@@ -57,6 +57,16 @@ describe("a plan", function()
     end
   end)
 
+  it("refuses figures that are none", function()
+    for _, name in ipairs({ "tokens", "max_tokens", "bandwidth" }) do
+      for _, wrong in ipairs({ 0, -1, "many" }) do
+        local problem = S.refusal(mesh.plan, { type = "v4-8", slices = 2, [name] = wrong })
+        assert.are.equal("misuse", problem.code)
+        assert.matches(name .. " must be a positive number", problem.message, 1, true)
+      end
+    end
+  end)
+
   it("puts data parallelism across slices and fsdp inside first", function()
     local plan = mesh.plan({ type = "v5litepod-16", slices = 2 })
     assert.are.same({ 1, 16, 1 }, plan.layouts[1].ici)
