@@ -49,6 +49,16 @@ function M.find(run, op, between)
   local unfinished = between and last and last.ended and not (state.ended and state.ended.kind)
   if unfinished then
     return last, state
+  elseif state and state.job then
+    err.raise({
+      code = "not_found",
+      op = op,
+      target = run,
+      message = (
+        "run %s is a job that runs by itself: ciranda job_status %s shows it, and the command that "
+        .. "gave it, with --follow=true, follows it"
+      ):format(run, run),
+    })
   elseif not state or not last or not last.gone then
     local known = journals.list()
     err.raise({

@@ -146,6 +146,27 @@ describe("multihost_job on the simulated cloud", function()
       end
       local runner = cloud:start_program(table.unpack(job({ "--follow=true" })))
       wait_for("ACTIVE")
+      local function followed()
+        support.wait("the job is followed", function()
+          return runner.errors():find("of 2 workers have finished", 1, true)
+        end)
+      end
+      followed()
+      -- Who follows it may leave: it goes on, and that is said.
+      runner.program:signal("SIGTERM")
+      local left = runner.wait()
+      assert.equal(143, left.code)
+      assert.matches(
+        "Nobody follows run sus now; it goes on by itself: ciranda job_status sus .* ciranda qr delete sus "
+          .. "%-%-force ends it\ninterrupted: by SIGTERM, exit status 143\n$",
+        left.err
+      )
+      assert.equal("ACTIVE", state_of("sus"))
+      local attached = cloud:run("attach", "sus")
+      assert.equal(1, attached.code)
+      assert.matches("run sus is a job that runs by itself: ciranda job_status sus", attached.err, 1, true)
+      runner = cloud:start_program(table.unpack(job({ "--follow=true" })))
+      followed()
       runner.program:signal("SIGKILL")
       runner.wait()
       local answer = http.request({
