@@ -43,7 +43,7 @@ describe("Ctrl-C at a terminal", function()
     walks = walks + 1
     local socket = ("%s/tmux-%d"):format(place.root, walks) -- a server that ends takes its socket away late
     local function tmux(...)
-      return process.run({ "tmux", "-S", socket, "-f", "/dev/null", timeout = 20, ... })
+      return process.run({ "tmux", "-S", socket, "-f", "/dev/null", timeout = 60, ... })
     end
     local _ <close> = setmetatable({}, {
       __close = function()
@@ -62,7 +62,7 @@ describe("Ctrl-C at a terminal", function()
     assert(start.code == 0, start.stderr)
     local last
     local function until_true(fn)
-      local ok = pcall(task.timeout, 40, function()
+      local ok = pcall(task.timeout, 120, function()
         while not fn() do
           task.sleep(0.05)
         end

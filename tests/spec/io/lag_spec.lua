@@ -32,19 +32,23 @@ describe("io.lag", function()
         task.sleep(0.1)
       end
     end)
-    -- Less only what the kernel says that there was no processor for, and what a timer was late on a busy machine.
+    -- Less only what the kernel says that there was no processor for, and what lay beyond a second on a busy machine.
+    local least = real - (delay() - before) - math.max(0, real - 1) - 0.02
     assert.is_true(passed <= real)
-    assert.is_true(real > 3 or passed >= real - (delay() - before) - 0.001, ("%f of %f"):format(passed, real))
+    assert.is_true(passed >= least, ("%f of %f, and not %f"):format(passed, real, least))
     assert.is_true(passed > 0)
   end)
 
   it("stands still in a turn that takes long, but for the second between two looks", function()
+    local turn
     local passed, real = measure(function()
+      local began = uv.hrtime()
       uv.sleep(2500)
+      turn = (uv.hrtime() - began) / 1e9
       assert.is_true(lag.clock() <= lag.clock(true) + 0.001)
     end)
-    assert.is_true(real >= 2.5)
-    assert.is_true(passed <= 1.1, tostring(passed))
+    assert.is_true(turn >= 2.5)
+    assert.is_true(passed <= 1.001 + real - turn, ("%f of %f with a turn of %f"):format(passed, real, turn))
   end)
 
   it("stands still while the kernel has no processor for it, in however short pieces", function()

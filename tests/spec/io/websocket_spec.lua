@@ -324,16 +324,18 @@ describe("ciranda.io.websocket", function()
 
   it("is ended by a peer that does not answer the close, after a moment", function()
     local timeout = websocket.CLOSE_TIMEOUT
+    local over = task.event()
     websocket.CLOSE_TIMEOUT = 0.1
     with_server(function(ws)
       ws.stream:read_stop() -- never started: nothing is read, nothing answered
-      task.sleep(1)
+      over:wait()
       ws:abort()
     end, function(address)
       local ws <close> = connect(address)
       local result = collect(ws)
       ws:close(1000, "enough")
       assert.equal(1000, result.wait().code)
+      over:set()
     end)
     websocket.CLOSE_TIMEOUT = timeout
   end)

@@ -243,7 +243,7 @@ describe("ssh.connect", function()
       local options = server:options({
         host = slow.address,
         port = slow.port,
-        timeouts = { banner = 5 },
+        timeouts = { banner = 60 },
       })
       local connection <close> = ssh.connect(options)
       assert.are.equal("hi\n", connection:exec("echo hi").stdout)

@@ -38,7 +38,7 @@ describe("a forwarded port", function()
     local forward <close> = connection:forward(scope, { host = "127.0.0.1", to_port = web.port })
     assert.is_true(forward.port > 0)
     local bodies = task.map({ 1, 2, 3, 4, 5, 6 }, function(number)
-      return http.get(("http://127.0.0.1:%d/%d"):format(forward.port, number), { timeout = 20 }).body
+      return http.get(("http://127.0.0.1:%d/%d"):format(forward.port, number), { timeout = 60 }).body
     end)
     for number, body in ipairs(bodies) do
       assert.is_true(body == ("x"):rep(300000) .. "/" .. number)
@@ -54,7 +54,7 @@ describe("a forwarded port", function()
     closed.stop()
     task.sleep(0.05)
     local forward <close> = connection:forward(scope, { host = closed.address, to_port = closed.port })
-    local ok = pcall(http.get, ("http://127.0.0.1:%d/"):format(forward.port), { timeout = 10 })
+    local ok = pcall(http.get, ("http://127.0.0.1:%d/"):format(forward.port), { timeout = 60 })
     assert.is_false(ok)
     assert.are.equal(1, forward.failed)
     scope:cancel("done")

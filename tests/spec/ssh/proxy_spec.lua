@@ -85,7 +85,7 @@ describe("a connection that goes through others", function()
     assert.are.equal(count, after)
     assert.is_true(support.wait_for(function()
       return #second:sessions() == 0
-    end, 5))
+    end))
   end)
 
   it("goes through a connection that is there", function()
@@ -193,7 +193,7 @@ describe("a connection that goes through others", function()
     -- Nothing of the command is left.
     assert.is_true(support.wait_for(function()
       return #first:sessions() == 0
-    end, 5))
+    end))
     local ok, err = pcall(ssh.connect, options({ proxy_command = "false" }))
     assert.is_false(ok)
     assert.is_true(err.code == "closed" or err.code == "reset", tostring(err))
