@@ -70,6 +70,7 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field last_contact number when the worker last answered, on the clock that only grows
 ---@field heard number the same on the clock that stands still while this program does not run
 ---@field grew number when its log is known to have grown last, on the same clock
+---@field seen number until when that is known, on the same clock
 local Attempt = {}
 Attempt.__index = Attempt
 
@@ -133,6 +134,7 @@ function M.new(spec)
     last_contact = now(),
     heard = lag.clock(),
     grew = now(),
+    seen = now(),
     idle = IDLE,
     path = ("%s/%s/%s"):format(ROOT, spec.run, spec.id),
     -- Unlike any other sender's, also where several machines share a home directory.
@@ -344,6 +346,7 @@ function Attempt:go(seconds)
   end)
   local half = (wall() - sent) / 2
   self.grew = now()
+  self.seen = self.grew
   self:expect(answer, "starting the command")
   local status = records.reply(answer.stdout)
   self.started_at = status and type(status.started_at) == "number" and status.started_at or nil

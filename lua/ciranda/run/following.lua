@@ -43,7 +43,7 @@ local function follow_once(attempt, sink)
         on_stdout = function(bytes)
           attempt.received = attempt.received + #bytes
           attempt:hear()
-          attempt.grew = attempt.last_contact
+          attempt.grew, attempt.seen = attempt.last_contact, attempt.last_contact
           sink(bytes)
         end,
       }, nil, true)
@@ -87,6 +87,7 @@ local function note_status(attempt, status)
   if type(status.log_idle) == "number" then
     attempt.grew = math.max(attempt.grew, now() - status.log_idle)
   end
+  attempt.seen = attempt.last_contact
   local leader = type(status.leader) == "table" and status.leader
   if leader and type(leader.ended_at) == "number" then
     attempt.leader = leader

@@ -21,8 +21,8 @@ local CLOCKS = 0.05
 local LOOK_FOR_GONE, SILENT = 2, 3
 --- Logs of ended workers that are fetched at the same time.
 local FETCHES = 32
---- Seconds without a word after which a worker is not taken for one that is only quiet.
-local CONTACT = 120
+--- Seconds between two looks for a silence that has lasted, but of which not everybody has been heard yet.
+local STALL_LOOK = 0.5
 --- Bytes of a log's end that are kept for the search for the cause.
 local TAIL = 65536
 
@@ -136,7 +136,8 @@ function Watch:follow(member)
   end
 end
 
---- Tells, once, when nobody has written anything for too long; everybody's guard must have answered meanwhile.
+--- Tells, once, when nobody has written anything for too long. What counts is what is known: the silence between who
+--- wrote last and who has been heard of least, since an answer that is late says nothing of the log.
 ---@private
 ---@param now number
 ---@param scope ciranda.task.Scope
@@ -146,12 +147,10 @@ function Watch:look_for_stall(now, scope)
   if not options.stall or options.stall <= 0 or self.gang.stopping then
     return nil
   end
-  local last, running = nil, {}
+  local last, seen, running = nil, now, {}
   for _, member in ipairs(self.gang.members) do
     if not member.outcome then
-      if now - member.attempt.last_contact > CONTACT then
-        return nil
-      end
+      seen = math.min(seen, member.attempt.seen)
       running[#running + 1] = member.worker
       if not last or member.attempt.grew > last.attempt.grew then
         last = member
@@ -161,9 +160,9 @@ function Watch:look_for_stall(now, scope)
   if not last then
     return nil
   end
-  local quiet = now - last.attempt.grew
+  local quiet = seen - last.attempt.grew
   if quiet < options.stall then
-    return options.stall - quiet + 0.01
+    return math.max(STALL_LOOK, options.stall - (now - last.attempt.grew) + 0.01)
   end
   -- What has been told is told again only of a silence that began after it; times from a status line may differ a bit.
   local began = last.attempt.grew

@@ -211,7 +211,20 @@ describe("run.gang watches", function()
         }
       )
     )
-    assert.equal(0, one:watch().status)
+    -- Nor while nothing is heard of it.
+    machines["0.1"].hang = function(command)
+      return command:find("follow .ciranda") ~= nil
+    end
+    task.all({
+      function()
+        task.sleep(4.5)
+        machines["0.1"].hang = nil
+        machines["0.1"]:break_all()
+      end,
+      function()
+        assert.equal(0, one:watch().status)
+      end,
+    })
     assert.equal(0, stalls)
   end)
 
