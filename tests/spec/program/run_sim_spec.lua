@@ -45,7 +45,7 @@ describe("run --sim multihost_runner", function()
 
   local function run(command)
     local argv = options(command)
-    argv.timeout = 90
+    argv.timeout = 240
     return process.run(argv)
   end
 
@@ -142,7 +142,7 @@ describe("run --sim multihost_runner", function()
   it("ends with the status of the worker that exits 7, also where no slices are named", function()
     local argv = options('[ "$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID" = 1.0 ] && exit 7; sleep 60')
     assert.equal("--TPU_PREFIX=job", table.remove(argv, 5))
-    argv.timeout = 90
+    argv.timeout = 240
     local result = process.run(argv)
     assert.equal(7, result.code, result.stderr)
     assert.matches(
@@ -221,7 +221,7 @@ describe("run --sim multihost_runner", function()
       return logs_are("up\n")
     end)
     runner:signal("SIGTERM")
-    local result = task.timeout(60, runner.wait, runner)
+    local result = task.timeout(240, runner.wait, runner)
     assert.equal(143, result.code)
     assert.is_true(logs_are("up\ntold\n"))
     assert_nothing_left()
