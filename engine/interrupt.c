@@ -10,6 +10,7 @@
 #include "callback.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -20,11 +21,11 @@
 #include <unistd.h>
 
 enum {
-  CIR_LONG_TURN_MS = 100, /* a turn longer than this is reported */
-  CIR_UNANSWERED_MS =
-      200,             /* a SIGINT not taken by the loop within this raises in the running code */
-  CIR_LEAVE_MS = 2000, /* a second SIGINT not taken within this ends the process */
-  CIR_WATCH_MS = 50,   /* how often the watchdog looks */
+  CIR_LONG_TURN_MS = 100,  /* a turn longer than this is reported */
+  CIR_UNANSWERED_MS = 200, /* a SIGINT that the loop has not taken within this, though the main
+                            * thread could run, raises in the running code */
+  CIR_LEAVE_MS = 2000,     /* a second SIGINT not taken within this ends the process */
+  CIR_WATCH_MS = 50,       /* how often the watchdog looks */
   CIR_MAX_SIGNAL = 32,
   CIR_TRACE_ROOM = 8192
 };
@@ -46,6 +47,8 @@ static struct {
   _Atomic int64_t turn_started;   /* ms of the monotonic clock, 0 between turns */
   _Atomic int64_t interrupted_at; /* ms of the first SIGINT that the loop has not taken, else 0 */
   _Atomic int64_t again_at;       /* ms of the second one, else 0 */
+  _Atomic int64_t delay;          /* what delay_ms said at the first one */
+  _Atomic int64_t raised;         /* the SIGINT for which the hook was asked to raise, else 0 */
   /*
    * What the hook shall do, and for which SIGINT (interrupted_at) and turn (turn_started). The
    * watchdog may ask just when the loop has taken the signal or the turn has ended: the hook then
@@ -76,6 +79,36 @@ static int64_t now_ms(void) {
   struct timespec ts;
   clock_gettime(CLOCK_MONOTONIC, &ts);
   return (int64_t)ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
+}
+
+/*
+ * Milliseconds that the main thread has been ready to run and had no processor (the second number
+ * of schedstat, in ns; Documentation/scheduler/sched-stats.rst); 0 where the kernel does not say.
+ * Of the main thread, which runs: a wait that goes on is not in it. Async-signal-safe.
+ */
+static int64_t delay_ms(void) {
+  char text[64];
+  int file = open("/proc/self/schedstat", O_RDONLY | O_CLOEXEC);
+  if (file < 0)
+    return 0;
+  ssize_t length = read(file, text, sizeof text);
+  close(file);
+  int64_t ns = 0;
+  ssize_t at = 0;
+  while (at < length && text[at] != ' ')
+    at++;
+  while (++at < length && text[at] >= '0' && text[at] <= '9')
+    ns = ns * 10 + (text[at] - '0');
+  return ns / 1000000;
+}
+
+/*
+ * Whether the loop has had its time to take the SIGINT. What a busy machine has taken of it does
+ * not count: whoever runs then may be in the middle of a short turn. Only on the main thread.
+ */
+static bool is_unanswered(void) {
+  int64_t lost = delay_ms() - atomic_load(&I.delay);
+  return now_ms() - atomic_load(&I.interrupted_at) - lost > CIR_UNANSWERED_MS;
 }
 
 /* Whether the hook is asked for what `now` says of now; whatever was asked is done with. */
@@ -120,6 +153,10 @@ static void hook(lua_State *L, lua_Debug *ar) {
       lua_pop(L, 1); /* no memory: the turn goes unreported */
   }
   if (take_request(&I.raise, &I.interrupted_at)) {
+    if (!is_unanswered()) {
+      atomic_store(&I.raised, 0); /* to be asked again */
+      return;
+    }
     lua_pushcfunction(L, raise_interrupted);
     lua_call(L, 0, 0);
   }
@@ -149,7 +186,9 @@ static void on_signal(int number) {
     atomic_fetch_add(&I.pending[number], 1);
   if (number == SIGINT) {
     int64_t zero = 0;
-    if (!atomic_compare_exchange_strong(&I.interrupted_at, &zero, now_ms())) {
+    if (atomic_compare_exchange_strong(&I.interrupted_at, &zero, now_ms())) {
+      atomic_store(&I.delay, delay_ms());
+    } else {
       zero = 0;
       atomic_compare_exchange_strong(&I.again_at, &zero, now_ms());
     }
@@ -163,7 +202,7 @@ static void *watch(void *unused) {
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, NULL);
-  int64_t reported = 0, raised = 0;
+  int64_t reported = 0;
   pthread_mutex_lock(&I.lock);
   while (!I.ending) {
     struct timespec until;
@@ -188,8 +227,9 @@ static void *watch(void *unused) {
       atomic_store(&I.trace, turn);
       knock = true;
     }
-    if (turn != 0 && first != 0 && first != raised && now - first > CIR_UNANSWERED_MS) {
-      raised = first;
+    if (turn != 0 && first != 0 && first != atomic_load(&I.raised) &&
+        now - first > CIR_UNANSWERED_MS) {
+      atomic_store(&I.raised, first);
       atomic_store(&I.raise, first);
       knock = true;
     }

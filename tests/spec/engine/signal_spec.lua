@@ -20,7 +20,7 @@ local function is_pending(pid, signal)
   return false
 end
 
---- Starts a chunk that prints "ready", sends it signals, calls `taken` when it has them, returns its result.
+--- Starts a chunk that prints "ready", sends it signals, calls `taken(program)` when it has them; its result.
 local function interrupt(chunk, signals, gap, taken)
   local out = {}
   local ready = task.event()
@@ -44,7 +44,7 @@ local function interrupt(chunk, signals, gap, taken)
       end)
     end
     if taken then
-      taken()
+      taken(program)
     end
     local result = program:wait()
     reading:wait()
@@ -92,6 +92,33 @@ describe("SIGINT", function()
         end)
         print(ok, err.code, lost)]], { "SIGINT" })
     assert.matches("false\tinterrupted\tfalse", result.stdout, 1, true)
+  end)
+
+  it("is not raised in short turns that the machine has no processor for", function()
+    local chunk = [[local task, told = require("ciranda.task"), false
+      require("ciranda.cli.session").on_interrupt(function()
+        told = true
+        return true
+      end) ]] .. READY .. [[
+      repeat
+        local began = os.clock()
+        repeat until os.clock() - began > 0.03
+        task.sleep(0)
+      until told
+      print("told")]]
+    local result = interrupt(chunk, {}, nil, function(program)
+      -- Whatever the main thread does takes a hundred times as long while another has its processor.
+      local pid = tostring(program.pid)
+      local processor = process.run({ "taskset", "-c", "-p", pid }):check().stdout:match("(%d+)%s*$")
+      process.run({ "taskset", "-c", "-p", processor, pid }):check()
+      process.run({ "chrt", "-i", "-p", "0", pid }):check()
+      local _ <close> = process.spawn({ "taskset", "-c", processor, "sh", "-c", "while :; do :; done" })
+      task.sleep(0.3)
+      program:signal("SIGINT")
+      task.sleep(3)
+      process.run({ "chrt", "-o", "-p", "0", pid })
+    end)
+    assert.same({ 0, "ready\ntold\n" }, { result.code, result.stdout }, result.stderr)
   end)
 
   it("leaves by itself when a C function does not return and a second one comes", function()
