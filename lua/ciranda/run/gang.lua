@@ -75,8 +75,9 @@ local STAGE_COMPANY = 2
 ---@field skew { seconds: number, error: number, first: ciranda.Worker, last: ciranda.Worker }? how far apart the
 ---  workers started, by their clocks
 ---@field stopping { grace: number, reason: string, at: number, wall: number, asked: boolean,
----  told: ciranda.task.Event }?
----  at: monotonic, wall: since 1970, of the first request; told: all have been asked, or could not be
+---  told: ciranda.task.Event, failure: boolean? }?
+---  at: monotonic, wall: since 1970, of the first request; told: all have been asked, or could not be; failure: it was
+---  a worker's failure that began it
 local Gang = {}
 Gang.__index = Gang
 
@@ -427,8 +428,16 @@ function Gang:stop(grace, reason)
     return
   end
   local seconds, microseconds = uv.gettimeofday()
-  local wall = self.stopping and self.stopping.wall or seconds + microseconds / 1e6
-  self.stopping = { grace = grace, reason = reason, at = at, wall = wall, asked = false, told = task.event() }
+  local before = self.stopping or {}
+  self.stopping = {
+    grace = grace,
+    reason = reason,
+    at = at,
+    wall = before.wall or seconds + microseconds / 1e6,
+    asked = false,
+    told = task.event(),
+    failure = before.failure,
+  }
   self.changed:set()
 end
 

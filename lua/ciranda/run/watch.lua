@@ -14,7 +14,7 @@ local M = {}
 local WINDOW, CONSEQUENCE_WINDOW = 2, 10
 --- Seconds beyond a grace after which a worker that has not ended counts as lost.
 local AFTER_GRACE = 90
---- Seconds by which a worker's clock, as corrected, may still be wrong.
+--- Seconds by which a worker's clock, as corrected, may still be wrong, where nothing more is known of it.
 local CLOCKS = 0.05
 --- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
 --- its machine is gone.
@@ -121,10 +121,13 @@ function Watch:follow(member)
     end
   end
   outcome.tail = table.concat(member.tail):sub(-TAIL)
-  if gang.stopping and not outcome.lost and outcome.at and outcome.at >= gang.stopping.wall - CLOCKS then
+  local stopping = gang.stopping
+  -- After a failure the order of all ends is what tells the cause: there no doubt of the clocks may hide one.
+  local doubt = stopping and stopping.failure and CLOCKS or math.max(CLOCKS, member.attempt.clock_error or 0)
+  if stopping and not outcome.lost and outcome.at and outcome.at >= stopping.wall - doubt then
     -- Members that agree on their last step may end before our word has reached each of them.
     outcome.stopped = true
-    outcome.took = outcome.took or math.max(0, outcome.at - gang.stopping.wall)
+    outcome.took = outcome.took or math.max(0, outcome.at - stopping.wall)
   end
   self:ended(member, outcome)
   -- The others are told to stop meanwhile.
@@ -297,6 +300,7 @@ function M.until_ended(gang)
       first_seen = now
       if not gang.stopping and running > 0 then
         gang:stop(grace, "another worker has failed")
+        gang.stopping.failure = true
       end
     end
     if first_seen and not told then

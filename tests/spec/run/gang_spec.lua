@@ -35,9 +35,9 @@ describe("run.gang", function()
       guard = attempt.guard(),
       failure_grace = 1,
       window = 0.5,
-      lost_after = 3,
-      stage_timeout = 20,
-      go_timeout = 20,
+      lost_after = 60,
+      stage_timeout = 60,
+      go_timeout = 60,
     }
     for name, value in pairs(options or {}) do
       settings[name] = value
@@ -71,6 +71,17 @@ describe("run.gang", function()
         return uv.fs_stat(machine.home .. "/up")
       end)
     end
+  end
+
+  --- Waits until somebody follows a worker's log.
+  local function followed(address)
+    patience.wait_for("somebody who follows " .. address, function()
+      for _, command in ipairs(machines[address].commands) do
+        if command:find(" follow ", 1, true) then
+          return true
+        end
+      end
+    end)
   end
 
   --- The log as the worker has it.
@@ -334,7 +345,9 @@ describe("run.gang", function()
     local one = gang_of("echo up")
     task.all({
       function()
-        task.sleep(0.5)
+        patience.wait_for("an attempt to connect", function()
+          return machines["0.1"].connects > 0
+        end)
         machines["0.1"].down = false
       end,
       function()
@@ -425,9 +438,10 @@ describe("run.gang", function()
     "ends an earlier attempt that still runs before it starts, and leaves one that has ended alone",
     function()
       make(1, 1)
-      local first = gang_of("trap 'echo ended; exit 0' TERM; sleep 60 & wait")
+      local first = gang_of("trap 'echo ended; exit 0' TERM; sleep 60 & : > ../up; wait")
       first:stage()
       first:go()
+      all_up()
       local second = gang_of("echo second")
       second:stage()
       local record = read(("%s/.ciranda/r1/%s/exit"):format(machines["0.0"].home, first.options.id))
@@ -470,7 +484,7 @@ describe("run.gang", function()
     local verdict
     task.all({
       function()
-        task.sleep(0.5)
+        followed("0.1")
         machines["0.1"]:reboot()
       end,
       function()
@@ -491,7 +505,7 @@ describe("run.gang", function()
     local verdict
     task.all({
       function()
-        task.sleep(0.3)
+        followed("0.0")
         machines["0.0"].down = true
         machines["0.0"]:break_all()
       end,
@@ -514,16 +528,15 @@ describe("run.gang", function()
     local verdict
     task.all({
       function()
-        task.sleep(0.3)
+        followed("0.0")
         machines["0.0"].down = true
         machines["0.0"]:break_all()
+        local commands = #machines["0.0"].commands
         uv.sleep(4000)
         machines["0.0"].down = false
-        -- Until it is followed again, or given up.
-        local commands = #machines["0.0"].commands
-        while #machines["0.0"].commands == commands and not one.members[1].outcome do
-          task.sleep(0.05)
-        end
+        patience.wait_for("being followed again, or given up", function()
+          return #machines["0.0"].commands > commands or one.members[1].outcome
+        end)
         io.open(flag, "w"):close()
       end,
       function()
@@ -585,6 +598,34 @@ describe("run.gang", function()
     assert.is_nil(verdict.first)
     assert.equal(0, verdict.status)
     assert.equal(2, #verdict.stopped)
+    assert.equal(0, #one.failures)
+  end)
+
+  it("takes for stopped who ended after the request by a clock that is known to be wrong", function()
+    make(1, 2)
+    local one = gang_of("trap 'exit 1' TERM; : > ../up; while [ ! -e ../leave ]; do sleep 0.02; done; exit 1")
+    machines["0.0"].hang = function(command)
+      return command:find(" stop ", 1, true) ~= nil
+    end
+    one:stage()
+    one:go()
+    -- As when the question that told the clock was under way for a minute.
+    one.members[1].attempt.clock_offset, one.members[1].attempt.clock_error = 29, 30
+    local verdict
+    task.all({
+      function()
+        all_up()
+        one:stop(60, "the user asked")
+        patience.wait_for("the stop", function()
+          return one.members[2].outcome
+        end)
+        io.open(machines["0.0"].home .. "/leave", "w"):close()
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.same({ 0, 2 }, { verdict.status, #verdict.stopped })
     assert.equal(0, #one.failures)
   end)
 
