@@ -64,6 +64,20 @@ function M.run(context)
     guarded:stop(flags.grace, "ciranda guard --stop")
     return 0
   end
+  local stopped
+  local leave, stop = task.event(), task.event()
+  -- Before CMD runs: from its first moment a signal to this program is for it.
+  local _ <close> = setmetatable({}, {
+    __close = context.on_interrupt(function(signal)
+      if signal == "SIGHUP" or stopped then
+        leave:set()
+      elseif STOPPED[signal] then
+        stopped = signal
+        stop:set()
+      end
+      return not flags.detach
+    end),
+  })
   if #words > 0 then
     guarded:start(#words == 1 and words[1] or "exec " .. local_guard.quote(words), {
       keep = flags.keep > 0 and flags.keep or nil,
@@ -75,17 +89,6 @@ function M.run(context)
     context.progress:say("Running as %s; ciranda guard --name=%s shows it, --stop=true ends it", name, name)
     return 0
   end
-  local stopped
-  local leave, stop = task.event(), task.event()
-  local remove = context.on_interrupt(function(signal)
-    if signal == "SIGHUP" or stopped then
-      leave:set()
-    elseif STOPPED[signal] then
-      stopped = signal
-      stop:set()
-    end
-    return true
-  end)
   local record
   local first = task.race({
     function()
@@ -104,7 +107,6 @@ function M.run(context)
       task.event():wait()
     end,
   })
-  remove()
   if first == 2 then
     context.finish({
       kind = "detached",

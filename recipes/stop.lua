@@ -36,8 +36,8 @@ local function stop_runner(context, state, runner)
   local last = state.attempts[#state.attempts]
   local deadline = (last and last.grace or GRACE) + BEYOND
   context.progress:say("Run %s: asking its runner (process %d) to stop", state.run, runner.pid)
-  local ok, problem = uv.kill(runner.pid, "sigterm")
-  if not ok then
+  local ok, problem, name = uv.kill(runner.pid, "sigterm")
+  if not ok and name ~= "ESRCH" then -- one that has ended meanwhile needs no signal
     err.raise(err.wrap(problem, { op = "stop", target = "process " .. runner.pid }))
   end
   local left, why = pcall(task.timeout, deadline, function()

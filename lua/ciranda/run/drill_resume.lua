@@ -161,8 +161,9 @@ local function start_again(session, seconds)
   local scope <close> = task.scope()
   local waiting = scope:spawn(function()
     steps.wait(seconds)
-    if handler then
-      handler("SIGHUP", 1)
+    -- While workers are still staged the launch has no use for a signal.
+    while not (handler and handler("SIGHUP", 1)) do
+      task.sleep(LOOK_EVERY)
     end
   end)
   -- Whoever takes it up (`attach`) finds all that the run was started with.

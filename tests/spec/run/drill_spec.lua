@@ -6,6 +6,7 @@ local task = require("ciranda.task")
 local uv = require("luv")
 
 local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local patience = dofile("tests/fixtures/patience.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
 describe("run.drill", function()
@@ -90,7 +91,7 @@ describe("run.drill", function()
           run = run,
           recipe = "multihost_runner",
           command = (options.prefix or "")
-            .. ("python3 %s --checkpoint_dir %s --steps 100000 --step-time 0.03 --peer-timeout 5 %s"):format(
+            .. ("python3 %s --checkpoint_dir %s --steps 100000 --step-time 0.03 %s"):format(
               TRAINER,
               directory,
               options.trainer or ""
@@ -109,17 +110,13 @@ describe("run.drill", function()
         })
       end,
       function()
-        task.timeout(60, function()
-          while steps_done(run, "0.0") < (options.steps or 4) do
-            task.sleep(0.02)
-          end
+        patience.wait_for("enough steps", function()
+          return steps_done(run, "0.0") >= (options.steps or 4)
         end)
         if options.runner_leaves then
           handler("SIGHUP", 1)
-          task.timeout(60, function()
-            while not result do
-              task.sleep(0.02)
-            end
+          patience.wait_for("the runner's leaving", function()
+            return result
           end)
         end
         verdict = act(run)
@@ -141,7 +138,7 @@ describe("run.drill", function()
     return function(run)
       local session <close> = open(run)
       local result = session:save(grace, "drill")
-      local resumed = session:resume(20)
+      local resumed = session:resume(60)
       return drill.judge(result, resumed)
     end
   end
@@ -160,7 +157,7 @@ describe("run.drill", function()
         runner_leaves = math.random(2) == 1,
         trainer = math.random(3) == 1 and "--variant exits-1-after-save" or "",
       }
-      local verdict, run = with_job(options, rehearse(20))
+      local verdict, run = with_job(options, rehearse(60))
       assert.same({}, verdict.problems, table.concat(said, "\n"))
       assert.is_true(verdict.saved.saved)
       assert.is_true(verdict.saved.step >= options.steps - 1)
@@ -198,7 +195,7 @@ describe("run.drill", function()
       { restarts = { user = 3, infra = 3, preempted = 3 } },
       function(run)
         local session <close> = open(run)
-        return session:save(20, "autocheckpoint save")
+        return session:save(60, "autocheckpoint save")
       end
     )
     assert.is_true(saved_there.saved)
@@ -234,7 +231,7 @@ describe("run.drill", function()
   it("fails of one that leaves with 0 and saves nothing, and of its resuming elsewhere", function()
     local verdict = with_job(
       { trainer = "--variant exits-0-without-save --save-every 5", steps = 8, runner_leaves = true },
-      rehearse(20)
+      rehearse(60)
     )
     assert.is_false(verdict.ok)
     assert.matches("nothing was saved", problems(verdict), 1, true)
@@ -294,12 +291,23 @@ describe("run.drill", function()
       staging = staging,
       runner_leaves = true,
       prefix = '[ "$OF_MINE" = x ] && mkdir first || exit 9; ',
-    }, rehearse(20))
+    }, rehearse(60))
     assert.matches("did no step: it ended with status 9", problems(verdict), 1, true)
     local attempts = journal.read(run).attempts
     assert.equal(2, #attempts)
     local last = attempts[2]
     assert.same({ restarts, environment, staging }, { last.restarts, last.environment, last.staging })
+  end)
+
+  it("leaves what it has started again also when its time is over before a worker is staged", function()
+    local resumed, run = with_job({ slices = 1, runner_leaves = true }, function(run)
+      local session <close> = open(run)
+      session:save(60, "drill")
+      return session:resume(0)
+    end)
+    assert.is_nil(resumed.ended)
+    assert.same({ 2, 0 }, { #journal.read(run).attempts, #journal.read(run).runners })
+    end_machines()
   end)
 
   it("does the arithmetic beforehand, from the log and from what is on disk", function()
@@ -328,7 +336,7 @@ describe("run.drill", function()
           return nil
         end,
       })
-      return session:save(20, "save")
+      return session:save(60, "save")
     end)
     assert.is_false(saved_state.saved)
   end)
