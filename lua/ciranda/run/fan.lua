@@ -16,8 +16,9 @@ M.MARK = "CIRANDA_COMMAND"
 
 --- Seconds between TERM and KILL for commands that are stopped, and until the workers must have answered.
 local GRACE, ANSWER = 5, 15
---- Seconds in which what the stopped commands still said may arrive.
-local LAST_WORDS = 1
+--- Seconds in which what the stopped commands still said, and their ends, may arrive: a machine with much to do passes
+--- them on late.
+local LAST_WORDS = 5
 
 local STATUS = { SIGINT = 130, SIGTERM = 143 }
 

@@ -30,7 +30,7 @@ if [ $count -gt 0 ] || [ -e $lock ]; then
 holding() {
 set --; old=$IFS; IFS=,; for prefix in $devices; do set -- "$@" -o -lname "$prefix*"; done; IFS=$old;
 $su find /proc/[0-9]*/fd -maxdepth 1 "(" -lname "$lock" "$@" ")" -printf "%h\n" 2>/dev/null
-| sort -u | tr -dc "0-9\n"; };
+| tr -dc "0-9\n" | sort -nu; };
 holders() { for pid in $(holding); do user=$(stat -c "%u %U" /proc/$pid 2>/dev/null) || continue;
 age=$(ps -o etimes= -p $pid 2>/dev/null | tr -d " ");
 looks=0; words=; while [ -z "$words" ] && [ $looks -lt 5 ]; do [ $looks = 0 ] || sleep 0.1; looks=$((looks+1));

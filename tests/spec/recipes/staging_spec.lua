@@ -1,4 +1,5 @@
 local fs = require("ciranda.io.fs")
+local patience = dofile("tests/fixtures/patience.lua")
 local process = require("ciranda.io.process")
 local support = dofile("tests/spec/recipes/support.lua")
 local uv = require("luv")
@@ -137,18 +138,15 @@ describe("staging by multihost_runner on real sshds", function()
     fs.write(own(0, "accel0"), "", { sync = false })
     fs.chmod(own(0, "accel0"), 438)
     -- The login user's own program, as one that was started by hand.
-    local script = ("exec 9< '%s'; : > '%s'; while :; do sleep 0.1; done"):format(
-      own(0, "accel0"),
-      own(0, "ready")
-    )
+    local script = ("exec 9< '%s'; : > '%s'; exec sleep 600"):format(own(0, "accel0"), own(0, "ready"))
     local words = { "sh", "-c", script }
     if support.ssh.is_root then
       words = { "setpriv", "--reuid=20017", "--regid=20017", "--clear-groups", "sh", "-c", script }
     end
     local other = process.spawn(words)
-    assert.is_true(support.ssh.wait_for(function()
-      return fs.exists(own(0, "ready")) ~= nil
-    end, 30))
+    patience.wait_for("the other program", function()
+      return fs.exists(own(0, "ready"))
+    end)
     local refused = run("held", "true")
     assert.equal(1, refused.code, refused.err)
     assert.matches(("are held by process %d of "):format(other.pid), refused.err, 1, true)
@@ -172,11 +170,15 @@ describe("staging by multihost_runner on real sshds", function()
   it("names the worker that is not staged in time", function()
     local server = place.servers[(workers - 1) .. "/0"]
     uv.kill(server.pid, "sigstop")
-    local result = run("late", "true", { "--STAGE_TIMEOUT=3" })
+    local late = ("slice%d/worker0 could not be staged"):format(workers - 1)
+    local result, seconds = patience.within_more(3, function(seconds)
+      local result = run("late", "true", { "--STAGE_TIMEOUT=" .. seconds })
+      return result.err:find(late, 1, true) ~= nil, result, seconds
+    end)
     uv.kill(server.pid, "sigcont")
     assert.equal(124, result.code, result.err)
-    assert.matches(("slice%d/worker0 could not be staged"):format(workers - 1), result.err, 1, true)
-    assert.matches("was not ready within 3 s; it was connecting", result.err, 1, true)
+    assert.matches(late, result.err, 1, true)
+    assert.matches(("was not ready within %d s; it was connecting"):format(seconds), result.err, 1, true)
     for slice = 0, workers - 1 do
       assert.is_nil(lease(slice))
     end

@@ -13,7 +13,7 @@ describe("run.holders", function()
     for address in pairs(place.machines) do
       place:write(address, "dev/accel0", "")
     end
-    holders.GRACE, holders.PATIENCE = 1, 10
+    holders.GRACE, holders.PATIENCE = 20, 20
   end)
 
   after_each(function()
@@ -36,8 +36,13 @@ describe("run.holders", function()
       env = variables,
       stdout = process.DISCARD,
     })
+    local function words()
+      local file = io.open(("/proc/%d/cmdline"):format(child.pid))
+      local text = file and file:read("a")
+      return file and file:close() and text
+    end
     place.wait(function()
-      return uv.fs_stat(ready)
+      return uv.fs_stat(ready) and words() == "sleep\000600\0"
     end)
     os.remove(ready)
     return child
@@ -73,6 +78,7 @@ describe("run.holders", function()
   end
 
   it("kills after the grace what ignores SIGTERM", function()
+    holders.GRACE = 1
     local other = hold("0.0", "dev/accel0", "trap '' TERM;")
     place:gang("r1", "true", { kill = "mine" }):stage()
     assert.equal("SIGKILL", other:wait().signal)
