@@ -3,7 +3,6 @@ local cloud_support = dofile("tests/spec/recipes/cloud_support.lua")
 local fs = require("ciranda.io.fs")
 local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
-local task = require("ciranda.task")
 
 describe("multihost_runner on machines that are lost", function()
   local cloud
@@ -32,8 +31,10 @@ describe("multihost_runner on machines that are lost", function()
     assert.equal(200, answer.status, answer.body)
   end
 
-  -- How long a run's training takes: what a notice interrupts must not have come to its end before.
-  local LENGTH = { r2 = "--until $CIRANDA_SIM_SHARED/r2-end" }
+  --- Lets a run's training end: what is lost or interrupted must not have come to its end before.
+  local function let_end(run)
+    fs.write(("%s/%s-end"):format(cloud.simulator.env.CIRANDA_SIM_SHARED, run), "")
+  end
 
   local function start(run, ...)
     return cloud:start_program(
@@ -43,9 +44,7 @@ describe("multihost_runner on machines that are lost", function()
       "--FAILURE_GRACE=2",
       ("--COMMAND=python3 train.py --checkpoint_dir $CIRANDA_SIM_SHARED/%s --step-time 0.02 --save-every 10 "):format(
         run
-      )
-        .. "--peer-timeout 8 "
-        .. (LENGTH[run] or "--steps 60"),
+      ) .. ("--until $CIRANDA_SIM_SHARED/%s-end"):format(run),
       "--CHECKPOINT_DIR=$CIRANDA_SIM_SHARED/" .. run,
       ...
     )
@@ -53,14 +52,9 @@ describe("multihost_runner on machines that are lost", function()
 
   --- Waits until the first worker's newest log has a line.
   local function log_has(run, pattern)
-    task.timeout(60, function()
-      while true do
-        local ok, text = pcall(fs.read, ("%s/%s/output_slice_0000_worker_0000.txt"):format(cloud.root, run))
-        if ok and text:find(pattern) then
-          return
-        end
-        task.sleep(0.05)
-      end
+    cloud_support.wait(pattern .. " in the log of " .. run, function()
+      local ok, text = pcall(fs.read, ("%s/%s/output_slice_0000_worker_0000.txt"):format(cloud.root, run))
+      return ok and text:find(pattern)
     end)
   end
 
@@ -79,10 +73,18 @@ describe("multihost_runner on machines that are lost", function()
     return list
   end
 
+  local function another_attempt(run)
+    cloud_support.wait("another attempt", function()
+      return #attempts(run) == 2
+    end)
+  end
+
   it("waits for the repair, stages the new machines, and resumes from the last step on disk", function()
     local running = start("r1", "--INFRA_RESTARTS=1")
     log_has("r1", "completed step: 12,")
     control("nodes/job-1:lose")
+    another_attempt("r1")
+    let_end("r1")
     local result = running.wait()
     assert.equal(0, result.code, result.err)
     local list = attempts("r1")
@@ -122,10 +124,8 @@ describe("multihost_runner on machines that are lost", function()
         timeout = 20,
       })
       assert.equal(200, answer.status, answer.body)
-      cloud_support.wait("another attempt", function()
-        return #attempts("r2") == 2
-      end)
-      fs.write(cloud.simulator.env.CIRANDA_SIM_SHARED .. "/r2-end", "")
+      another_attempt("r2")
+      let_end("r2")
       local result = running.wait()
       assert.equal(0, result.code, result.err)
       local list = attempts("r2")
@@ -179,14 +179,13 @@ describe("multihost_runner on machines that are lost", function()
       local running = start("r4", "--PREEMPTION_RESTARTS=2", "--RECREATE=true")
       log_has("r4", "completed step: 12,")
       control("nodes/job-1:preempt", { notice = 0 })
-      task.timeout(60, function()
-        while not running.errors():find("job is asked for again", 1, true) do
-          task.sleep(0.05)
-        end
+      cloud_support.wait(running.errors, function()
+        return running.errors():find("job is asked for again", 1, true)
       end)
       -- The runner dies while it waits, and another goes on.
       running.program:signal("SIGKILL")
       local before = running.wait().err
+      let_end("r4")
       local result = cloud:run("attach", "r4")
       result.err = before .. result.err
       assert.equal(0, result.code, result.err)

@@ -121,7 +121,7 @@ describe("autocheckpoint drill --BY=maintenance", function()
   it(
     "fails of a save that takes longer than the grace, on one TPU VM whose runner is all there is",
     function()
-      local running = train("m3", "vm", 1, "--variant=slow-saver --save-seconds=3")
+      local running = train("m3", "vm", 1, "--variant=slow-saver --save-seconds=60")
       local result, last = drill("m3", "--GRACE=1")
       assert.equal(1, result.code, result.out .. result.err)
       assert.matches("^drill failed: ", last.message)

@@ -44,7 +44,9 @@ describe("multihost_job on the simulated cloud", function()
       "--RUN_NAME=Follow_Me",
       "--follow=true",
       "--COMMAND=cat data.txt; echo $SLICE_ID $WORKER_ID $NODE_ID $ZONE $PROJECT ${VIRTUAL_ENV:+venv};"
-        .. "[ $SLICE_ID = 0 ] || exit 5; trap 'echo told; exit 3' TERM; while :; do sleep 0.2; done"
+        .. ("up=%s/follow-me-up; "):format(cloud.simulator.env.CIRANDA_SIM_SHARED)
+        .. "[ $SLICE_ID = 0 ] || { until [ -e $up ]; do sleep 0.1; done; exit 5; }; "
+        .. "trap 'echo told; exit 3' TERM; sleep 600 & : > $up; wait"
     )
     assert.equal(5, result.code, result.err)
     assert.matches(

@@ -1,6 +1,7 @@
 -- ssh: commands and sessions on simulated slices, whose workers have real sshds.
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
+local patience = dofile("tests/fixtures/patience.lua")
 local process = require("ciranda.io.process")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
 local task = require("ciranda.task")
@@ -23,10 +24,10 @@ describe("ssh", function()
 
   --- Waits until a running program's output matches.
   local function wait_for(read, pattern)
-    task.timeout(30, function()
-      while not read():find(pattern) do
-        task.sleep(0.05)
-      end
+    patience.wait_for(function()
+      return pattern .. " in: " .. read()
+    end, function()
+      return read():find(pattern)
     end)
   end
 
@@ -162,17 +163,16 @@ describe("ssh", function()
       "ssh",
       "job",
       "--worker=all",
-      "--command=case $(hostname) in *w-1) echo up >&2; exit 0;; esac; sleep " .. nap(4711) .. "; echo no"
+      "--command=case $(hostname) in *w-1) printf over >&2; exit 0;; esac; sleep " .. nap(4711) .. "; echo no"
     )
     wait_for(function()
       return "sleeping: " .. support.processes("sleep", nap(4711))
     end, "sleeping: 3")
-    wait_for(running.errors, "worker1: up") -- which has ended by the time that the signal is there
-    task.sleep(0.5)
+    wait_for(running.errors, "worker1: over\n") -- a line without an end is shown when its worker is known to have ended
     running.program:signal("SIGINT")
     wait_for(running.errors, "3 of 4 still running: slice0/worker%[0,2%-3%]")
     running.program:signal("SIGINT")
-    local result = task.timeout(30, running.wait)
+    local result = task.timeout(60, running.wait)
     assert.equal(130, result.code, result.err)
     assert.matches("slice0/worker[0,2-3]: killed by SIGTERM", result.err, 1, true)
     assert.equal(0, support.processes("sleep", nap(4711)))
@@ -186,7 +186,7 @@ describe("ssh", function()
     )
     wait_for(running.errors, "up")
     running.program:signal("SIGTERM")
-    local result = task.timeout(40, running.wait)
+    local result = task.timeout(60, running.wait)
     assert.equal(143, result.code, result.err)
     assert.equal(0, support.processes("sleep", nap(4712)))
   end)

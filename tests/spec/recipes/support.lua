@@ -114,7 +114,7 @@ function Place:log_has(run, slice, worker, pattern)
     local ok, text = pcall(fs.read, path)
     last = ok and text or ""
     return last:find(pattern) ~= nil
-  end, 30)
+  end)
   assert(found, ("%s never had %s: %s"):format(path, pattern, last))
 end
 

@@ -9,6 +9,7 @@ local server = require("ciranda.io.server")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local runs_of = dofile("tests/fixtures/fleet/runs.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
@@ -69,7 +70,7 @@ describe("an attempt", function()
     return place:settings(command, all)
   end
 
-  local TRAIN = "exec python3 %s --checkpoint_dir %s/shared --steps 100000 --step-time 0.02 --peer-timeout 5 "
+  local TRAIN = "exec python3 %s --checkpoint_dir %s/shared --steps 100000 --step-time 0.02 "
 
   --- Acts when the command of every worker has got so far.
   local function when(pattern, act)
@@ -164,11 +165,13 @@ describe("an attempt", function()
   end
 
   it("says once that no worker writes anything, and tells its hook; a hook that fails is reported", function()
-    local result = launch.run(settings("echo up; sleep 2.5; echo more", {
+    local command = ("echo up; until [ -e %s/enough ]; do sleep 0.1; done; echo more"):format(root)
+    local result = launch.run(settings(command, {
       checkpoint_directory = false,
       watch = { stall = 0.5 },
       hooks = {
         on_stall = function(happening)
+          fs.write(root .. "/enough", "")
           error(("%s: %s"):format(happening.attempt, happening.text))
         end,
       },
@@ -203,10 +206,8 @@ for _ in range(1200):
 "]]):format(root, root)
     local result = run_with(settings(command), "up", function()
       assert.is_true(place.handler("SIGUSR1", 1))
-      task.timeout(30, function()
-        while not text():find("saved: step 7 is on disk", 1, true) do
-          task.sleep(0.05)
-        end
+      patience.wait_for(text, function()
+        return text():find("saved: step 7 is on disk", 1, true)
       end)
       fs.write(root .. "/enough", "")
     end)
@@ -219,10 +220,8 @@ for _ in range(1200):
     local command = ("echo up; until [ -e %s/enough ]; do sleep 0.1; done; exit 4"):format(root)
     local result = run_with(settings(command), "up", function()
       assert.is_true(place.handler("SIGUSR1", 1))
-      task.timeout(60, function()
-        while not text():find("nothing was sent", 1, true) do
-          task.sleep(0.05)
-        end
+      patience.wait_for(text, function()
+        return text():find("nothing was sent", 1, true)
       end)
       fs.write(root .. "/enough", "")
     end)

@@ -7,6 +7,7 @@ local leases = require("ciranda.run.lease")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local patience = dofile("tests/fixtures/patience.lua")
 local runs_of = dofile("tests/fixtures/fleet/runs.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
 
@@ -36,32 +37,32 @@ describe("run.launch with several attempts", function()
   end
 
   local function trainer(options)
-    return ("python3 %s --checkpoint_dir %s/shared --step-time 0.02 --peer-timeout 5 %s"):format(
-      TRAINER,
-      root,
-      options
-    )
+    return ("python3 %s --checkpoint_dir %s/shared --step-time 0.02 %s"):format(TRAINER, root, options)
   end
 
   --- Does `act` when the log of the n-th attempt on slice 0 has a pattern.
   local function when(number, pattern, act)
-    task.timeout(40, function()
-      while true do
-        local state = journal.read("r1")
-        local attempt = state and state.attempts[number]
-        local file = attempt
-          and io.open(
-            ("%s/state/ciranda/runs/r1/%s/output_slice_0000_worker_0000.txt"):format(root, attempt.attempt)
-          )
-        local log = file and file:read("a") or ""
-        if file then
-          file:close()
-        end
-        if log:find(pattern) then
-          return act()
-        end
-        task.sleep(0.02)
+    patience.wait_for(("%s in attempt %d"):format(pattern, number), function()
+      local state = journal.read("r1")
+      local attempt = state and state.attempts[number]
+      local file = attempt
+        and io.open(
+          ("%s/state/ciranda/runs/r1/%s/output_slice_0000_worker_0000.txt"):format(root, attempt.attempt)
+        )
+      local log = file and file:read("a") or ""
+      if file then
+        file:close()
       end
+      return log:find(pattern)
+    end)
+    act()
+  end
+
+  --- A trainer that goes on until the second attempt has done a step, and what has it end then.
+  local UNTIL = "--until $HOME/../enough --save-every 5"
+  local function end_second()
+    when(2, "completed step", function()
+      io.open(root .. "/enough", "w"):close()
     end)
   end
 
@@ -101,7 +102,7 @@ describe("run.launch with several attempts", function()
     local result
     task.all({
       function()
-        result = launch.run(settings(trainer("--steps 40 --save-every 5"), {
+        result = launch.run(settings(trainer(UNTIL), {
           restarts = { infra = 1 },
           renew = function()
             asked = asked + 1
@@ -118,6 +119,7 @@ describe("run.launch with several attempts", function()
         when(1, "completed step: 7", function()
           machines["1.0"]:reboot()
         end)
+        end_second()
       end,
     })
     assert.same({ 0, "done" }, { result.status, result.kind }, text())
@@ -239,8 +241,9 @@ describe("run.launch with several attempts", function()
 
   it("attach goes on with the budget that the run was started with", function()
     local handler
-    local command = "[ -e ../again ] && exit 0; touch ../again; echo up; sleep 3; exit 9"
-    local options = settings(command, { restarts = { user = 1 } })
+    local command =
+      "[ -e ../again ] && exit 0; touch ../again; echo up; until [ -e %s/over ]; do sleep 0.1; done"
+    local options = settings(command:format(root) .. "; exit 9", { restarts = { user = 1 } })
     options.on_interrupt = function(given)
       handler = given
       return function() end
@@ -255,6 +258,7 @@ describe("run.launch with several attempts", function()
         end)
       end,
     })
+    io.open(root .. "/over", "w"):close()
     local result = launch.attach({
       run = "r1",
       connect_options = { connect = connect, retry_for = 2 },
@@ -280,10 +284,8 @@ describe("run.launch with several attempts", function()
     local runner = scope:spawn(function()
       pcall(launch.run, options)
     end)
-    task.timeout(40, function()
-      while not text():find("Another attempt in", 1, true) do
-        task.sleep(0.02)
-      end
+    patience.wait_for("the way to another attempt", function()
+      return text():find("Another attempt in", 1, true)
     end)
     runner:cancel("killed")
     runner:wait()
@@ -415,7 +417,7 @@ describe("run.launch with several attempts", function()
     local result
     task.all({
       function()
-        result = launch.run(settings(trainer("--steps 30 --save-every 5"), {
+        result = launch.run(settings(trainer(UNTIL), {
           restarts = { preempted = 1 },
           node_state = function()
             return "PREEMPTED"
@@ -439,6 +441,7 @@ describe("run.launch with several attempts", function()
         when(1, "completed step: 7", function()
           machines["1.0"]:reboot()
         end)
+        end_second()
       end,
     })
     assert.same({ 0, "done" }, { result.status, result.kind }, text())

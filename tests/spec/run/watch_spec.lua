@@ -8,6 +8,8 @@ local task = require("ciranda.task")
 local uv = require("luv")
 
 local machines_of = dofile("tests/fixtures/fleet/machines.lua")
+local patience = dofile("tests/fixtures/patience.lua")
+local processes = require("ciranda.sim.processes")
 
 describe("run.gang watches", function()
   local root, machines, workers, number
@@ -48,9 +50,9 @@ describe("run.gang watches", function()
       guard = attempt.guard(),
       failure_grace = 1,
       window = 0.5,
-      lost_after = 10,
-      stage_timeout = 30,
-      go_timeout = 30,
+      lost_after = 60,
+      stage_timeout = 60,
+      go_timeout = 60,
     }
     local logs, notes = {}, {}
     settings.on_bytes = function(worker, bytes)
@@ -107,13 +109,9 @@ describe("run.gang watches", function()
         verdict = one:watch()
       end,
       function()
-        local deadline = uv.hrtime() + 20e9
-        while
-          not ((one.logs["0.0"] or ""):find("\n3000\n", 1, true) and read(machines["0.2"].home .. "/there"))
-        do
-          assert(uv.hrtime() < deadline, "the first worker's log did not come")
-          task.sleep(0.02)
-        end
+        patience.wait_for("the first worker's log", function()
+          return (one.logs["0.0"] or ""):find("\n3000\n", 1, true) and read(machines["0.2"].home .. "/there")
+        end)
         assert.is_nil(one.logs["0.1"])
         assert.is_nil(one.logs["0.2"])
         assert.equal(0, followed_from_the_start("0.1"))
@@ -148,11 +146,9 @@ describe("run.gang watches", function()
         verdict = one:watch()
       end,
       function()
-        local deadline = uv.hrtime() + 20e9
-        while not read(("%s/.ciranda/r1/%s/exit"):format(machines["0.2"].home, one.options.id)) do
-          assert(uv.hrtime() < deadline, "worker 2 did not end")
-          task.sleep(0.02)
-        end
+        patience.wait_for("the end of worker 2", function()
+          return read(("%s/.ciranda/r1/%s/exit"):format(machines["0.2"].home, one.options.id))
+        end)
         machines["0.1"].down = false
       end,
     })
@@ -180,9 +176,15 @@ describe("run.gang watches", function()
             if #stalls == 1 then
               task.sleep(2.5)
               assert.equal(1, #stalls)
+              io.open(machines["0.0"].home .. "/go", "w"):close()
+            else
+              io.open(machines["0.1"].home .. "/end", "w"):close()
             end
-            for _, machine in pairs(machines) do
-              io.open(machine.home .. (#stalls == 1 and "/go" or "/end"), "w"):close()
+          end,
+          -- The other one writes again when this one's end has been seen.
+          on_outcome = function(outcome)
+            if outcome.worker.address == "0.0" then
+              io.open(machines["0.1"].home .. "/go", "w"):close()
             end
           end,
         }
@@ -201,9 +203,17 @@ describe("run.gang watches", function()
       gang_of(
         1,
         2,
-        [[[ $CIRANDA_WORKER_ID = 0 ] && exec sleep 6; for i in $(seq 60); do echo $i; sleep 0.1; done]],
+        ([[if [ $CIRANDA_WORKER_ID = 0 ]; then until [ -e %s/over ]; do sleep 0.1; done; exit; fi
+        i=0; until [ -e %s/seen ]; do i=$((i+1)); echo $i; [ $i != 120 ] || : > %s/over; sleep 0.1; done]]):format(
+          root,
+          root,
+          root
+        ),
         {
-          stall = 3,
+          stall = 10,
+          on_outcome = function()
+            io.open(root .. "/seen", "w"):close()
+          end,
           live = only_first,
           on_stall = function()
             stalls = stalls + 1
@@ -256,14 +266,14 @@ describe("run.gang watches", function()
   end)
 
   it("with leader_only has ended when the leaders have, with their statuses and all they wrote", function()
-    local one = start(gang_of(1, 3, "(sleep 60; echo late) & seq 5000; exit $CIRANDA_WORKER_ID", {
+    local one = start(gang_of(1, 3, "(sleep 600; echo late) & seq 5000; exit $CIRANDA_WORKER_ID", {
       leader_only = true,
       live = only_first,
       failure_grace = 20,
     }))
     local began = uv.hrtime()
     local verdict = one:watch()
-    assert.is_true((uv.hrtime() - began) / 1e9 < 40)
+    assert.is_true((uv.hrtime() - began) / 1e9 < 100)
     assert.is_true(verdict.status == 1 or verdict.status == 2)
     for _, log in pairs(one.logs) do
       assert.matches("\n5000\n$", log)
@@ -313,12 +323,16 @@ the_place_where_it_hangs()
         )
       )
     )
-    local deadline = uv.hrtime() + 20e9
     for _, machine in pairs(machines) do
-      while read(("%s/.ciranda/r1/%s/log"):format(machine.home, one.options.id)) ~= "ready\n" do
-        assert(uv.hrtime() < deadline, "the program did not begin")
-        task.sleep(0.02)
-      end
+      patience.wait_for("the program's sleep", function()
+        local ready = read(("%s/.ciranda/r1/%s/log"):format(machine.home, one.options.id)) == "ready\n"
+        for pid, line in pairs(ready and machine:processes() or {}) do
+          local found = line:find("^%S*python3 ") and processes.get(pid)
+          if found and found.state == "S" then
+            return true
+          end
+        end
+      end)
     end
     local seen = require("ciranda.run.stacks").look(workers, "r1", one.options.id)
     assert.equal(2, #seen)
@@ -386,10 +400,9 @@ the_place_where_it_hangs()
       if not ok then
         assert.matches("starting the command failed", e.message, 1, true)
       end
-      local deadline = uv.hrtime() + 10e9
-      while not read(machines["0.0"].home .. "/ran") and uv.hrtime() < deadline do
-        task.sleep(0.02)
-      end
+      patience.wait_for("the command", function()
+        return read(machines["0.0"].home .. "/ran") == "ran\n"
+      end)
       assert.equal("ran\n", read(machines["0.0"].home .. "/ran"))
     end)
 
