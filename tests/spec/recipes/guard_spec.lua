@@ -87,6 +87,34 @@ describe("guard on this machine", function()
     end
   )
 
+  it("minds a signal that comes while its command is still being started", function()
+    local state = place.root .. "/early"
+    local guard = require("ciranda.run.attempt").guard()
+    local bin = state .. "/ciranda/bin"
+    fs.mkdir_p(bin)
+    fs.write(bin .. "/real", guard.bytes, { mode = 448 })
+    fs.write(
+      ("%s/guard-%s"):format(bin, guard.sha256),
+      (
+        '#!/bin/sh\n"%s/real" "$@"\ncode=$?\n'
+        .. '[ "$1" != run ] || { : > %s/started; until [ -e %s/go ]; do sleep 0.05; done; }\nexit $code\n'
+      ):format(bin, bin, bin),
+      { mode = 448 }
+    )
+    local options = { fleet = false, env = { XDG_STATE_HOME = state } }
+    local running = place:start("guard", { "--name=e1", "--", "sleep 600" }, options)
+    assert(support.ssh.wait_for(function()
+      return fs.exists(bin .. "/started")
+    end))
+    uv.kill(running.program.pid, "sighup")
+    fs.write(bin .. "/go", "")
+    local left = running.wait()
+    assert.equal(129, left.code)
+    assert.matches("ciranda guard --name=e1 takes it up again", left.err, 1, true)
+    local ended = place:run("guard", { "--name=e1", "--stop", "--grace=1" }, options)
+    assert.equal(0, ended.code, ended.err)
+  end)
+
   it("keeps a detached run through the death of its runner, which is started again", function()
     local run = place:name("away")
     local over, ran = place.root .. "/over", place.root .. "/runs"

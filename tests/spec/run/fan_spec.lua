@@ -17,9 +17,9 @@ describe("run.fan", function()
   end)
 
   --- Runs a marked command and stops it when it has made a file `up`; gives what `fan.run` gave, and what was said.
-  local function stopped(command)
+  local function stopped(command, connect)
     local mark = fan.mark()
-    local workers <close> = fleet.new(place.slices, { connect = place.connect })
+    local workers <close> = fleet.new(place.slices, { connect = connect or place.connect })
     local interrupt, said = nil, {}
     local context = {
       on_interrupt = function(fn)
@@ -61,6 +61,25 @@ describe("run.fan", function()
     local done = stopped("trap 'echo told' TERM; : > up; while :; do sleep 0.1; done")
     assert.equal("KILL", done.results[1].signal)
     assert.equal("told\n", done.results[1].stdout)
+  end)
+
+  it("waits for the end of what it has stopped, which a machine with much to do passes on late", function()
+    local command = ": > up; exec sleep 600"
+    local function connect(settings)
+      local connection = place.connect(settings)
+      local exec = connection.exec
+      function connection:exec(text, options)
+        local answer = exec(self, text, options)
+        if text:find(command, 1, true) then
+          task.sleep(1.5)
+        end
+        return answer
+      end
+      return connection
+    end
+    local done = stopped(command, connect)
+    assert.same({}, done.running)
+    assert.equal("TERM", done.results[1].signal)
   end)
 
   it("finds a command that was in the middle of an exec when it was first looked for", function()
