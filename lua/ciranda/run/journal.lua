@@ -383,6 +383,12 @@ end
 local Journal = {}
 Journal.__index = Journal
 
+---@return integer microseconds since 1970
+local function now_us()
+  local seconds, microseconds = uv.gettimeofday()
+  return seconds * 1000000 + microseconds
+end
+
 ---@param fact table
 ---@return string
 local function encode(fact)
@@ -414,8 +420,7 @@ function Journal:append(kind, fields)
   if not self.fd then
     err.misuse(2, "the journal of run %s is closed", self.run)
   end
-  local seconds, microseconds = uv.gettimeofday()
-  local fact = { fact = kind, us = seconds * 1000000 + microseconds }
+  local fact = { fact = kind, us = now_us() }
   for name, value in pairs(fields or {}) do
     fact[name] = value
   end
@@ -543,9 +548,9 @@ function M.open(run, options)
   )
   local text = read_file(path) or ""
   if text ~= "" and text:sub(-1) ~= "\n" then
-    -- A crash tore the last line. It stays, closed by a newline and a fact that says so.
-    uv.fs_write(fd, "\n", -1)
-    journal:append("torn")
+    -- A crash tore the last line. It stays, closed by a newline and a fact that says so; in one write, for it may be
+    -- the line of a live runner that is on its way: what that one adds next must not come between the two.
+    uv.fs_write(fd, "\n" .. encode({ fact = "torn", us = now_us() }), -1)
   elseif select(2, M.parse(text, path)) then
     journal:append("torn")
   end

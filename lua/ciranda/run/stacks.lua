@@ -11,6 +11,8 @@ local M = {}
 local LIMIT, MOST = 60, 1048576
 --- Threads shown of a process.
 local THREADS = 16
+--- Looks, four a second, for what Python prints, before nothing is taken for its answer.
+local LOOKS = 40
 
 -- What a line of /proc that may not be read leaves empty stays empty. The signal's output goes to the log.
 local SCRIPT = [[
@@ -35,8 +37,12 @@ USR1|SIGUSR1|10) s=10;; USR2|SIGUSR2|12) s=12;; *) continue;; esac;
 caught=$(sed -n "s/^SigCgt:[^0-9a-f]*//p" /proc/$p/status);
 if [ $((0x${caught:-0} >> (s - 1) & 1)) = 1 ] && kill -$s $p; then asked="$asked $p"; fi;
 done 2>/dev/null;
-if [ "$asked" ]; then echo "python:$asked";
-"$guard" follow {path} --from $(field log_bytes) --idle-exit 1 $CIRANDA_GUARD_OPTIONS; fi]]
+[ "$asked" ] || exit 0;
+echo "python:$asked"; from=$(field log_bytes); n=0;
+while status=$("$guard" status {path} $CIRANDA_GUARD_OPTIONS);
+[ "$(field log_bytes)" = "$from" ] && [ $n -lt {looks} ];
+do n=$((n + 1)); sleep 0.25; done;
+"$guard" follow {path} --from $from --idle-exit 1 $CIRANDA_GUARD_OPTIONS]]
 
 ---@class ciranda.run.Stacks
 ---@field worker ciranda.Worker
@@ -59,6 +65,7 @@ function M.look(fleet, run, attempt, options)
     root = require("ciranda.fleet.signal").ROOT,
     path = ("%s/%s/%s"):format(require("ciranda.fleet.signal").ROOT, run, attempt),
     threads = tostring(options.threads or THREADS),
+    looks = tostring(LOOKS),
   }):gsub("\n", " ")
   local list = {}
   for place, result in ipairs(fleet:run("sh -c '" .. script .. "'", { timeout = LIMIT })) do

@@ -350,6 +350,17 @@ the_place_where_it_hangs()
     assert.equal("nothing of the attempt is running", after[2].problem)
   end)
 
+  it("waits for what a program has to say that is slow to look at its signals", function()
+    local one = start(gang_of(1, 1, "trap 'echo the place' USR1; echo ready; while :; do sleep 2.5; done", {
+      environment = { CIRANDA_STACK_SIGNAL = "USR1" },
+    }))
+    patience.wait_for("the program", function()
+      return read(("%s/.ciranda/r1/%s/log"):format(machines["0.0"].home, one.options.id)) == "ready\n"
+    end)
+    local seen = require("ciranda.run.stacks").look(workers, "r1", one.options.id)
+    assert.matches("\npython: %d+\nthe place\n$", seen[1].text)
+  end)
+
   describe("starts COMMAND once", function()
     -- "before": it was not sent; a number: the connection broke after so much of the answer; "after": the answer was
     -- lost. The next try finds what the first one did.
