@@ -15,7 +15,9 @@ local M = {}
 M.MARK = "CIRANDA_COMMAND"
 
 --- Seconds between TERM and KILL for commands that are stopped, and until the workers must have answered.
-local GRACE, ANSWER = 5, 15
+local GRACE, ANSWER = 5, 20
+--- Looks, after the grace, at which whatever is found is killed: what was started meanwhile, too.
+local KILLS = 10
 --- Seconds in which what the stopped commands still said, and their ends, may arrive: a machine with much to do passes
 --- them on late.
 local LAST_WORDS = 5
@@ -30,10 +32,10 @@ local FILES = { "not_found", "permission", "invalid", "exists", "no_space", "fai
 --- found only later gets its TERM then.
 local STOP = [[
 marked() { grep -alsF "{mark}" /proc/[0-9]*/environ | tr -dc "0-9\n"; };
-told=" "; n=0; clear=0; while [ $clear -lt 2 ] && [ $n -lt {tries} ]; do [ $n = 0 ] || sleep 0.2; n=$((n+1));
+told=" "; n=0; clear=0; while [ $clear -lt 2 ] && [ $n -lt {last} ]; do [ $n = 0 ] || sleep 0.2; n=$((n+1));
 clear=$((clear+1)); for p in $(marked); do
-case "$told" in *" $p "*) s=0;; *) s=TERM; told="$told$p ";; esac; kill -$s $p 2>/dev/null && clear=0; done; done;
-[ $clear = 2 ] || for p in $(marked); do kill -KILL $p 2>/dev/null; done]]
+case "$told" in *" $p "*) s=0;; *) s=TERM; told="$told$p ";; esac; [ $n -le {tries} ] || s=KILL;
+kill -$s $p 2>/dev/null && clear=0; done; done; test $clear = 2]]
 
 --- How many workers a batch has: --batch-size as it was typed.
 ---@param text string?
@@ -82,7 +84,8 @@ end
 ---@param mark string
 ---@return ciranda.fleet.Results
 local function end_commands(fleet, mark)
-  local script = STOP:gsub("{(%l+)}", { mark = M.MARK .. "=" .. mark, tries = ("%d"):format(GRACE / 0.2) })
+  local tries = math.tointeger(GRACE * 5)
+  local script = STOP:gsub("{(%l+)}", { mark = M.MARK .. "=" .. mark, tries = tries, last = tries + KILLS })
   return fleet:run("sh -c '" .. script:gsub("\n", " ") .. "'", { timeout = ANSWER })
 end
 

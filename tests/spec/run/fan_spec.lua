@@ -63,6 +63,17 @@ describe("run.fan", function()
     assert.equal("told\n", done.results[1].stdout)
   end)
 
+  it("kills also what it did not see when it first killed", function()
+    -- The look at which the grace is over comes back as in the middle of an exec, the next one as it is.
+    place:shadow(
+      "0.0",
+      "grep",
+      'echo >> ~/looks; [ "$(wc -l < ~/looks)" != 26 ] || exit 1\nexec {real} "$@"\n'
+    )
+    local done = stopped("trap '' TERM; : > up; exec sleep 600")
+    assert.equal("KILL", done.results[1].signal)
+  end)
+
   it("waits for the end of what it has stopped, which a machine with much to do passes on late", function()
     local command = ": > up; exec sleep 600"
     local function connect(settings)
