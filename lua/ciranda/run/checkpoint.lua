@@ -347,15 +347,32 @@ Watch.__index = Watch
 --- Notes what is on disk before a signal.
 ---@param fleet ciranda.Fleet
 ---@param directory string
----@param options table? as for `look`
+---@param options table? as for `look`; `timeout` is that of this look, and the one after the end takes its time
 ---@return ciranda.checkpoint.Watch
 function M.before(fleet, directory, options)
+  local later = {}
+  for name, value in pairs(options or {}) do
+    later[name] = name ~= "timeout" and value or nil
+  end
   return setmetatable({
     fleet = fleet,
     directory = directory,
-    options = options,
+    options = later,
     listing = M.look(fleet, directory, options),
   }, Watch)
+end
+
+--- Who did not answer.
+---@param listing ciranda.checkpoint.Listing
+---@return ciranda.Worker[] silent
+---@return string? reason of one of them
+local function silent_in(listing)
+  local silent, reason = {}, nil
+  for worker, problem in pairs(listing.problems) do
+    silent[#silent + 1] = worker
+    reason = reason or problem
+  end
+  return silent, reason
 end
 
 ---@class ciranda.checkpoint.Report
@@ -363,6 +380,7 @@ end
 ---@field step integer? the newest finished step, saved now or earlier
 ---@field before integer? the newest one before the signal
 ---@field missed integer? the step at which the workers stopped, which is not on disk
+---@field blind string? why nobody can say whether the step was there before: no worker answered then
 ---@field unknown string? why nobody can say: no worker answered
 ---@field problems string? the workers that did not answer
 ---@field listing ciranda.checkpoint.Listing
@@ -373,11 +391,7 @@ end
 ---@return ciranda.checkpoint.Report
 function Watch:after(sync_point)
   local listing = M.look(self.fleet, self.directory, self.options)
-  local silent, reason = {}, nil
-  for worker, problem in pairs(listing.problems) do
-    silent[#silent + 1] = worker
-    reason = reason or problem
-  end
+  local silent, reason = silent_in(listing)
   local report = {
     saved = false,
     step = M.newest(listing),
@@ -393,6 +407,9 @@ function Watch:after(sync_point)
   report.saved = step ~= nil
   if step and sync_point and step < sync_point then
     report.saved, report.missed = false, sync_point
+  elseif step and not sync_point and self.listing.answered == 0 then
+    report.saved = false
+    report.blind = select(2, silent_in(self.listing)) or "there was no worker"
   end
   for worker, steps in pairs(listing.steps) do
     local earlier = self.listing.steps[worker]
@@ -422,6 +439,12 @@ function M.describe(report, directory, last_step)
       report.missed,
       directory,
       report.step
+    )
+  elseif report.step and report.blind then
+    text = ("the last step on disk in %s is %d, and nobody can say whether it was there before the signal: %s"):format(
+      directory,
+      report.step,
+      report.blind
     )
   elseif report.step then
     text = ("not saved: the last step on disk in %s is %d, from before the signal"):format(

@@ -144,8 +144,10 @@ describe("run.checkpoint", function()
   local function fleet_that_says(answers)
     local round = 0
     return {
-      run = function()
+      run = function(_, _, options)
         round = round + 1
+        answers.timeouts = answers.timeouts or {}
+        answers.timeouts[round] = options.timeout
         local results = {}
         for place, text in ipairs(answers[round]) do
           results[place] = text
@@ -203,6 +205,25 @@ describe("run.checkpoint", function()
     said = report({ "1 5/\n", "1 5/\n" }, { false, false })
     assert.is_false(said.saved)
     assert.matches("nobody can say", checkpoint.describe(said, "/c"), 1, true)
+  end)
+
+  it("claims nothing of a step that may have been there, since nobody answered before the signal", function()
+    local said = report({ false, false }, { "1 5/\n", "1 5/\n" })
+    assert.same({ false, 5 }, { said.saved, said.step })
+    assert.equal(
+      "the last step on disk in /c is 5, and nobody can say whether it was there before the signal: no answer",
+      checkpoint.describe(said, "/c", 5)
+    )
+    -- Where the workers have said at which step they stop, that step is this stop's.
+    local fleet = fleet_that_says({ { false, false }, { "1 5/\n", "1 5/\n" }, workers = workers })
+    assert.is_true(checkpoint.before(fleet, "/c"):after(5).saved)
+  end)
+
+  it("takes its time after the end, however short the look before the signal was", function()
+    local answers = { { "", "" }, { "", "" }, workers = workers }
+    checkpoint.before(fleet_that_says(answers), "/c", { timeout = 5 }):after()
+    assert.equal(5, answers.timeouts[1])
+    assert.is_true(answers.timeouts[2] >= 30)
   end)
 
   it("looks where COMMAND looks: variables are the worker's, everything else is text", function()
