@@ -9,6 +9,9 @@ binary=${1:?"tests/specs.sh BINARY"}
 results=$(mktemp -d "${TMPDIR:-/tmp}/ciranda-specs.XXXXXX") || exit 2
 trap 'rm -rf "$results"' EXIT
 export binary results
+# Specs wait for states: only what never comes may end one, and a busy machine takes minutes for what boots or installs.
+CIRANDA_TEST_TIMEOUT=${CIRANDA_TEST_TIMEOUT:-300}
+export CIRANDA_TEST_TIMEOUT
 
 # Files that start clouds and servers come first, so that none of them is left running alone at the end.
 for room in recipes run ssh sim program fleet cli; do

@@ -46,7 +46,7 @@ end
 ---@return { code: integer, out: string, err: string }
 function Cloud:run(...)
   local argv = self:command({ ... })
-  argv.timeout = 100
+  argv.timeout = 250
   local answer = process.run(argv)
   return { code = answer.code, signal = answer.signal, out = answer.stdout, err = answer.stderr }
 end

@@ -90,7 +90,7 @@ describe("devices", function()
     local began = uv.hrtime()
     local result = devices()
     assert.equal(1, result.code)
-    assert.is_true(uv.hrtime() - began < 95e9)
+    assert.is_true(uv.hrtime() - began < 200e9)
     assert.matches(
       "slice0/worker1: exit status 1: The TPU is already in use by process 77",
       result.err,
