@@ -204,13 +204,13 @@ describe("run.gang watches", function()
         1,
         2,
         ([[if [ $CIRANDA_WORKER_ID = 0 ]; then until [ -e %s/over ]; do sleep 0.1; done; exit; fi
-        i=0; until [ -e %s/seen ]; do i=$((i+1)); echo $i; [ $i != 120 ] || : > %s/over; sleep 0.1; done]]):format(
+        i=0; until [ -e %s/seen ]; do i=$((i+1)); echo $i; [ $i != 60 ] || : > %s/over; sleep 0.1; done]]):format(
           root,
           root,
           root
         ),
         {
-          stall = 10,
+          stall = 3,
           on_outcome = function()
             io.open(root .. "/seen", "w"):close()
           end,
