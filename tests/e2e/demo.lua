@@ -17,7 +17,7 @@ local REPOSITORY = assert(uv.cwd())
 local NAME, RUN, SLICES, WORKERS = "demo", "demo-run", 2, 4
 --- Steps that every process must have done before it is told to stop; the job itself would go on much longer.
 local STEPS_BEFORE_STOP = 12
-local LIMIT = 240 -- s, for everything
+local LIMIT, PATIENCE = 900, 180 -- s, for everything and for one step of it
 
 local function say(format, ...)
   io.stdout:write(string.format(format, ...), "\n")
@@ -175,7 +175,7 @@ local function ciranda(environment, ...)
     env = environment,
     stdout = process.INHERIT,
     stderr = process.INHERIT,
-    timeout = 120,
+    timeout = PATIENCE,
     ...,
   }).code
 end
@@ -202,7 +202,7 @@ local function start_simulator(scope)
       end
     end
   end)
-  task.timeout(30, ready.wait, ready)
+  task.timeout(PATIENCE, ready.wait, ready)
   for name, value in text:gmatch("export ([%w_]+)=([^\n]*)\n") do
     environment[name] = value
   end
@@ -218,7 +218,7 @@ end
 local function ask(environment, path)
   local response = http.request({
     url = environment.CIRANDA_SIM_URL .. path,
-    timeout = 10,
+    timeout = PATIENCE,
     headers = authorization(environment),
   })
   assert(response.status == 200, ("GET %s: HTTP %d"):format(path, response.status))
@@ -247,7 +247,7 @@ local function read_worker(environment, node, slice, worker, known_hosts)
     "UserKnownHostsFile=" .. known_hosts,
     uv.os_get_passwd().username .. "@" .. endpoint.ipAddress,
     script,
-    timeout = 20,
+    timeout = PATIENCE,
   })
   assert(result.code == 0, ("ssh to slice %d worker %d: %s"):format(slice, worker, result.stderr))
   local directory, listing, record = result.stdout:match("^([^\n]+)\n(.-)(%b{})%s*$")
@@ -274,7 +274,7 @@ local function pin_host_keys(environment, zone, nodes)
       url = ("%sv2/%s/nodes/%s:getGuestAttributes"):format(endpoint, zone, name),
       headers = headers,
       body = json.encode({ queryPath = "hostkeys/" }),
-      timeout = 10,
+      timeout = PATIENCE,
     })
     for worker, attributes in ipairs(json.decode(response.body).guestAttributes) do
       for _, item in ipairs(attributes.queryValue.items) do
@@ -354,7 +354,7 @@ local function train(environment, checkpoints)
       task.sleep(0.1)
     end
   end)
-  task.timeout(90, function()
+  task.timeout(PATIENCE, function()
     while step_reached() < STEPS_BEFORE_STOP do
       task.sleep(0.2)
     end
@@ -362,7 +362,7 @@ local function train(environment, checkpoints)
   local signalled_at = step_reached()
   say("\n(the job has done %d steps: SIGTERM to the runner)", signalled_at)
   runner:signal("SIGTERM")
-  local result = task.timeout(90, runner.wait, runner)
+  local result = task.timeout(PATIENCE, runner.wait, runner)
   watching:cancel()
   return result.code, trainers, signalled_at
 end

@@ -22,7 +22,7 @@ local STEPS, REFERENCE = 6, 1200
 --- The largest difference of a loss, as a part of it: sums in another order differ by less, a lost state by far more.
 local TOLERANCE = 1e-3
 --- Seconds: for JAX to start and do STEPS, for a stop, and for everything.
-local START, STOP, LIMIT = 120, 90, SHORT and 300 or 1500
+local START, STOP, LIMIT = 300, 180, SHORT and 900 or 3000
 
 local failures, evidence = {}, { cases = json.array({}), negative = json.array({}) }
 local simulator, environment, checkpoints, python
@@ -50,7 +50,7 @@ local function ask(method, path, body)
   local response = http.request({
     method = method,
     url = environment.CIRANDA_SIM_URL .. path,
-    timeout = 10,
+    timeout = 60,
     headers = {
       Authorization = "Bearer " .. fs.read(environment.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+"),
       ["Content-Type"] = "application/json",
@@ -73,7 +73,7 @@ end
 
 --- Waits until both slices are READY, and have been for a moment.
 local function wait_until_ready()
-  task.timeout(60, function()
+  task.timeout(STOP, function()
     local ready = 0
     while ready < 3 do
       local all = true
@@ -94,7 +94,7 @@ local function ciranda(...)
     env = environment,
     stdout = process.INHERIT,
     stderr = process.INHERIT,
-    timeout = 120,
+    timeout = START,
     ...,
   })
 end
