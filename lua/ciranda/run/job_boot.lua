@@ -118,6 +118,10 @@ upload_log() {
   store "$log" "$log_object" && uploaded=$size
 }
 
+upload_all() {
+  upload_log && [ ! -e "$state/stage" ]
+}
+
 upload_stage() {
   store "$state/stage" "$stage_object" && rm -f "$state/stage"
 }
@@ -174,6 +178,17 @@ fi
 log=$state/log
 cat "$boot_log" >> "$log" 2>/dev/null
 rm -f "$boot_log"
+
+# How often COMMAND was started here, and in which generation, by this machine or the one before it: each stage that is
+# told until it is started again keeps the count, for a machine that is lost meanwhile.
+read_count() {
+  from=$state/stage-before
+  [ ! -e "$state/counted" ] || from=$state/counted
+  counted_generation=$(sed -n 's/.*"generation":\([0-9]*\).*/\1/p' "$from" 2>/dev/null)
+  attempt_number=$(sed -n 's/.*"attempt":\([0-9]*\).*/\1/p' "$from" 2>/dev/null)
+  GENERATION=$counted_generation
+}
+read_count
 
 # What is to be run now: NAME=VALUE lines, of which only harmless characters are taken.
 read_generation() {
@@ -291,6 +306,7 @@ persist 3600 fetch_job || {
   stage failed
   exit 1
 }
+[ "$GENERATION" = "$counted_generation" ] || attempt_number=0
 if [ ! -e "$state/finished-$GENERATION" ]; then
   persist 3600 read_object "$status_object" "$state/status" ||
     give_up "gs://$BUCKET/$PREFIX/$status_object cannot be read; nothing was run"
@@ -428,12 +444,11 @@ somebody_failed() {
 }
 
 run_attempt() {
-  if [ ! -e "$attempts" ]; then
-    sed -n "s/.*\"generation\":$GENERATION,\"attempt\":\([0-9]*\),.*/\1/p" "$state/stage-before" > "$attempts"
-  fi
+  [ -e "$attempts" ] || echo "${attempt_number:-0}" > "$attempts"
   mend_log "$state/attempt-$GENERATION-$(cat "$attempts")"
   attempt_number=$(($(cat "$attempts") + 1))
   echo "$attempt_number" > "$attempts"
+  printf '{"generation":%s,"attempt":%s}\n' "$GENERATION" "$attempt_number" > "$state/counted"
   say "multihost_job attempt $attempt_number on $place, node $NODE_ID, generation $GENERATION," \
     "boot $(cat /proc/sys/kernel/random/boot_id), ulimit -n $(ulimit -n)"
   rm -f "$state/notice"
@@ -455,6 +470,9 @@ run_attempt() {
       printf 'VIRTUAL_ENV=%s\0PATH=%s/bin:%s\0' "$venv" "$venv" "$PATH"
     fi
   } > "$attempt/environment"
+  # A machine that is lost at any time from now on has left its number, and the end of the attempt before.
+  stage running
+  persist 60 upload_all
   wc -c < "$log" > "$attempt/base"
   preempted=$(event preempted) maintenance=$(event maintenance-event)
   # shellcheck disable=SC2086  # CIRANDA_GUARD_OPTIONS is several words
@@ -467,8 +485,6 @@ run_attempt() {
   watchers=$!
   watch_notice maintenance-event "$maintenance" &
   watchers="$watchers $!"
-  stage running
-  upload_log
   trap 'upload_log; exit 143' TERM
   "$guard" follow "$attempt" --from 0 >> "$log" 2>> "$state/guard.log" &
   follower=$!

@@ -166,6 +166,7 @@ chmod 755 "$guard"
       "watch_notice",
       "interrupted",
       "mend_log",
+      "upload_all",
       "run_attempt",
     }
     local quiet, event = "FALSE,FALSE", "NONE,NONE"
@@ -195,6 +196,42 @@ chmod 755 "$guard"
       assert.equal(case[3] == 0, fs.exists(state .. "/shown") == "file", values)
     end
   end)
+
+  it(
+    "keeps the count of attempts in the bucket at each stage, and has it there before COMMAND is started",
+    function()
+      local stubs = ([[
+store() { cp "$1" "$state/$2"; }
+curl() { :; }
+metadata() { :; }
+event() { :; }
+watch_notice() { :; }
+list_objects() { : > "$state/list"; }
+somebody_failed() { return 1; }
+place=here directory=/ venv=$state/venv log=$state/log log_object=log-object stage_object=told
+server=http://127.0.0.1:1 WORKER_ID=0 SLICE_ID=0 NODE_ID=n ZONE=z PROJECT=p NUM_WORKERS=1 NUM_SLICES=1 RUN=r
+UPLOAD_EVERY=30 PEERS_EVERY=10 CIRANDA_GUARD_OPTIONS= guard=$state/guard
+: > "$log"; : > "$state/command"
+printf '%%s\n' '#!/bin/sh' 'cp %s/told %s/told-before' 'echo "{\"version\":1,\"status\":0,}" > "$2/exit"' > "$guard"
+chmod 755 "$guard"
+]]):format(state, state)
+      local names =
+        { "now", "say", "persist", "mend_log", "stage", "upload_stage", "upload_log", "upload_all" }
+      names = table.move({ "read_count", "run_attempt" }, 1, 2, #names + 1, names)
+      local function told(name)
+        return fs.read(state .. "/" .. name):match('"generation":%d+,"attempt":%d+')
+      end
+      -- A machine in the place of one that was lost; it boots again, and is lost in its turn before it starts anything.
+      fs.write(state .. "/stage-before", '{"stage":"running","generation":3,"attempt":2,"time":"t"}\n')
+      assert.equal(0, (run(names, {}, stubs .. "read_count\nstage fetch\n")))
+      assert.equal('"generation":3,"attempt":2', told("told"))
+      local again = "read_count\nattempts=$state/attempts-3\nrun_attempt > $state/said\n"
+      assert.equal(0, (run(names, {}, stubs .. again)))
+      assert.equal('"generation":3,"attempt":3', told("told-before"))
+      assert.equal(0, (run(names, {}, stubs .. "read_count\nstage fetch\n")))
+      assert.equal('"generation":3,"attempt":3', told("told"))
+    end
+  )
 
   it("tells the others of a notice that was not there before COMMAND began", function()
     local stubs = 'server=http://127.0.0.1:1\ninterruption_object=shown\nstore() { cp "$1" "$state/$2"; }\n'
