@@ -992,13 +992,14 @@ def inside(arguments):
     kind, options = (b"ramfs", b"") if arguments.mount == "ramfs" else (b"tmpfs", arguments.mount.encode())
     if libc.mount(kind, arguments.place.encode(), kind, 0, options) != 0:
         raise OSError(ctypes.get_errno(), "mount")
-    suite = Suite(arguments.guard, arguments.child)
+    suite = Suite(arguments.guard, arguments.child, keep=True, root=os.path.dirname(arguments.place))
     attempt = Attempt(suite, directory=os.path.join(arguments.place, "attempt"))
     try:
         INSIDE[arguments.inside](attempt, arguments.place)
     finally:
         attempt.clear()
-    return 0
+    suite.close()
+    return suite.counts["failed"]
 
 
 def main():

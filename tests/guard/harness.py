@@ -21,10 +21,11 @@ class Skip(Exception):
 class Suite:
     """Runs cases, a few at a time, and prints `ok`, `FAIL` or `skip` for each."""
 
-    def __init__(self, guard, child, keep=False):
+    def __init__(self, guard, child, keep=False, root=None):
         self.guard, self.child, self.keep = guard, child, keep
-        self.root = tempfile.mkdtemp(prefix="ciranda-guard-test-")
-        os.chmod(self.root, 0o755)
+        self.root = root or tempfile.mkdtemp(prefix="ciranda-guard-test-")
+        if not root:
+            os.chmod(self.root, 0o755)
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
         self.lock = threading.Lock()
         self.cases = []
@@ -71,7 +72,13 @@ class Suite:
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             for case in self.cases:
                 pool.submit(self._one, *case)
-        deadline = time.monotonic() + 10
+        self.close()
+        print("{passed} passed, {failed} failed, {skipped} skipped".format(**self.counts))
+        return 1 if self.counts["failed"] or not self.counts["passed"] else 0
+
+    def close(self):
+        """Count what a sanitizer found as failures, and clear up when there is none."""
+        deadline = time.monotonic() + 60
         while self._guards() and time.monotonic() < deadline:
             time.sleep(0.05)  # a sanitizer reports leaks when the guard ends
         reports = [name for name in os.listdir(self.root) if name.startswith("sanitizer")]
@@ -82,8 +89,6 @@ class Suite:
             print(f"kept {self.root}")
         else:
             shutil.rmtree(self.root, ignore_errors=True)
-        print("{passed} passed, {failed} failed, {skipped} skipped".format(**self.counts))
-        return 1 if self.counts["failed"] or not self.counts["passed"] else 0
 
 
 class Attempt:

@@ -86,7 +86,6 @@ def shape(suite, name, programs, command, device, method, save_ms, status):
         attempt.run(command.replace("CMD", attempt.cmd(save_ms, status, *extra)).replace(
             " F", " " + os.path.join(attempt.work, "out")), *options)
         attempt.wait_ready()
-        time.sleep(0.05)
         guard = attempt.status()
         if "group" in name:
             os.killpg(os.getpgid(guard["guard"]), signal.SIGTERM)
