@@ -130,6 +130,10 @@ end
 local function ask(context, fleet, script, options)
   local mark = fan.mark()
   local answers = {}
+  local environment = { [fan.MARK] = mark }
+  for name, value in pairs(options.environment or {}) do
+    environment[name] = value
+  end
   local done = fan.run({
     fleet = fleet,
     context = context,
@@ -138,7 +142,7 @@ local function ask(context, fleet, script, options)
     work = function(part, on_result)
       return part:run(context.flags.PYTHON .. " -", {
         stdin = script,
-        env = { [fan.MARK] = mark },
+        env = environment,
         timeout = options.timeout,
         on_result = on_result,
       })
@@ -365,7 +369,13 @@ function M.run(context)
   end
   progress:say("%s on all %d workers; starting it", versions, #found.fleet)
   local script = DEVICES:format(#found.fleet > 1 and "True" or "False")
-  done, answers = ask(context, found.fleet, script, { timeout = flags.timeout, company = COMPANY })
+  -- One slice of several would wait for the others.
+  local alone = #slices == 1 and found.multislice()
+  done, answers = ask(context, found.fleet, script, {
+    timeout = flags.timeout,
+    company = COMPANY,
+    environment = alone and alone(slices[1].workers[1]) or nil,
+  })
   if done.stopped then
     context.finish(fan.conclude(done, progress))
     return done.stopped == "SIGINT" and 130 or 143

@@ -95,7 +95,20 @@ end
 function Local:start(command, options)
   options = options or {}
   fs.mkdir_p(self.directory:match("^(.*)/"), 448)
-  fs.mkdir(self.directory, 448)
+  local made, problem = pcall(fs.mkdir, self.directory, 448)
+  if not made and err.is(problem, "exists") then
+    local name = self.directory:match("[^/]*$")
+    err.raise({
+      code = "exists",
+      target = self.directory,
+      message = (
+        "there was a %s before, and a name runs once: ciranda guard --name=%s shows it; give another "
+        .. "--name, or remove %s"
+      ):format(name, name, self.directory),
+    })
+  elseif not made then
+    error(problem, 0)
+  end
   fs.write(self.directory .. "/command", command)
   fs.write(self.directory .. "/cwd", require("luv").cwd())
   if options.shell then

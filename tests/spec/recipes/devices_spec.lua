@@ -151,6 +151,13 @@ describe("devices", function()
     assert.matches("JAX waits for every worker of a slice", result.err, 1, true)
   end)
 
+  it("asks one slice of several alone, which would wait for the others", function()
+    sees("1", "all", { ["local"] = 4, slices = { ["1"] = 16 }, waits = true })
+    local result = devices("--node=1", "--timeout=60")
+    assert.equal(0, result.code, result.err)
+    assert.matches("All 16 devices (TPU v5 lite) of 1 slice are seen by all 4 workers", result.err, 1, true)
+  end)
+
   it("names a slice whose node is gone, and does not start JAX", function()
     good_everywhere()
     local deleted = cloud:run("tpu_vm", "delete", "job-1", "--force")

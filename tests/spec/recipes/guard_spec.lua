@@ -46,6 +46,12 @@ describe("guard on this machine", function()
     assert.matches("exit status 5", result.err, 1, true)
     local again = recipe("guard", "--name=g1", "--", "echo ran >> " .. marker)
     assert.equal(1, again.code)
+    assert.matches(
+      "a name runs once: ciranda guard --name=g1 shows it; give another --name",
+      again.err,
+      1,
+      true
+    )
     assert.equal("ran\n", fs.read(marker))
     result = recipe("guard", "--name=g1")
     assert.same({ 5, "out\nerr\n" }, { result.code, result.out })
