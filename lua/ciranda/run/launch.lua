@@ -382,6 +382,21 @@ end
 ---@field grace number? seconds a stop by the user gives (what the run was started with)
 ---@field take boolean? take the run from a runner on another machine that never said goodbye
 
+--- The user's hooks for a run that is taken up. A file that is gone since, or was broken, must not keep anybody from
+--- the run.
+---@param file string
+---@param progress ciranda.cli.Progress
+---@return table<string, function>?
+local function hooks_again(file, progress)
+  local ok, loaded = pcall(hooks.load, file)
+  if ok then
+    return loaded
+  elseif not err.is(loaded, "usage") then
+    error(loaded, 0)
+  end
+  progress:say("No hooks are told: %s", err.text(loaded))
+end
+
 --- Takes up a run whose runner is gone: follows its last attempt to the end, and goes on as that runner would have,
 --- also when that was on its way to another attempt.
 ---@async
@@ -411,7 +426,7 @@ function M.attach(options)
       local project, zone = last.cloud.project, last.cloud.zone
       return require("ciranda.gcp.tpu").connect({ project = project, zone = zone })
     end)
-  mine.hooks = last.hooks_file and hooks.load(last.hooks_file) or nil
+  mine.hooks = last.hooks_file and hooks_again(last.hooks_file, options.progress) or nil
   -- What each worker was told besides is not kept: it is found out again before another attempt.
   mine.unknown_environment = last.environment_of
   -- The archive may be gone from here; then the workers go on with what they have.

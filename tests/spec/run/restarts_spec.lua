@@ -239,11 +239,14 @@ describe("run.launch with several attempts", function()
     assert.equal(1, #journal.read("r1").attempts)
   end)
 
-  it("attach goes on with the budget that the run was started with", function()
+  it("attach goes on with the budget that the run was started with, also when its hooks are gone", function()
     local handler
     local command =
       "[ -e ../again ] && exit 0; touch ../again; echo up; until [ -e %s/over ]; do sleep 0.1; done"
-    local options = settings(command:format(root) .. "; exit 9", { restarts = { user = 1 } })
+    local options = settings(
+      command:format(root) .. "; exit 9",
+      { restarts = { user = 1 }, hooks_file = root .. "/gone.lua" }
+    )
     options.on_interrupt = function(given)
       handler = given
       return function() end
@@ -268,6 +271,7 @@ describe("run.launch with several attempts", function()
     })
     assert.same({ 0, "done" }, { result.status, result.kind }, text())
     assert.same({ "user", "done" }, kinds())
+    assert.matches("No hooks are told: .*gone.lua: cannot open", text())
   end)
 
   it("attach goes on where a runner ended on its way to another attempt", function()
