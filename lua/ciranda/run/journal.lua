@@ -64,7 +64,9 @@ local function make_directories(path)
       -- A directory above may be one that we may not write to but that is there.
       local stat = uv.fs_stat(made)
       if not stat or stat.type ~= "directory" then
-        err.raise(err.wrap(message, { op = "journal: mkdir", target = made }))
+        local problem = err.wrap(message, { op = "journal: mkdir", target = made })
+        problem.message = problem.message .. ". Runs are kept below it; XDG_STATE_HOME names another place"
+        err.raise(problem)
       end
     end
   end
@@ -173,10 +175,10 @@ function M.parse(text, path)
         code = "parse",
         op = "journal",
         target = path,
-        message = ("%s: line %d is no fact; the journal was changed by hand or the disk is damaged"):format(
-          path,
-          torn
-        ),
+        message = (
+          "%s: line %d is no fact; the journal was changed by hand or the disk is damaged. Mend that line, or move "
+          .. "%s away: the run is then not known here any more"
+        ):format(path, torn, path:match("^(.*)/[^/]*$") or path),
       })
     end
     torn = nil

@@ -180,6 +180,19 @@ describe("run.journal", function()
       assert.is_false(ok)
       assert.equal("parse", e.code)
       assert.matches("line 1 is no fact", e.message)
+      assert.matches("Mend that line, or move %S+/runs/[^/]+ away: ", e.message)
+    end)
+  )
+
+  it(
+    "says where its place is from when that cannot be made",
+    in_task(function()
+      local file = assert(io.open(directory .. "/file", "w"))
+      file:close()
+      uv.os_setenv("XDG_STATE_HOME", directory .. "/file")
+      local ok, e = pcall(journal.open, "r1")
+      assert.is_false(ok)
+      assert.matches("/file/ciranda. Runs are kept below it; XDG_STATE_HOME names another place", e.message)
     end)
   )
 
