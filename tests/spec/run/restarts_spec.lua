@@ -333,11 +333,9 @@ describe("run.launch with several attempts", function()
       assert.is_false(ok)
       assert.equal("cancelled", problem.code)
     end)
-    task.timeout(40, function()
-      while setting_up() < 2 do
-        task.sleep(0.02)
-      end
-    end)
+    patience.wait_for("both workers do their SETUP", function()
+      return setting_up() == 2
+    end, 120)
     assert.equal(2, leased())
     act(runner, options)
     runner:wait()
