@@ -1,5 +1,6 @@
 --- guard: runs a command on this machine under the guard that runs on the workers.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local local_guard = require("ciranda.run.local_guard")
 local task = require("ciranda.task")
 
@@ -79,7 +80,7 @@ function M.run(context)
     end),
   })
   if #words > 0 then
-    guarded:start(#words == 1 and words[1] or "exec " .. local_guard.quote(words), {
+    guarded:start(#words == 1 and words[1] or "exec " .. shell.words(words), {
       keep = flags.keep > 0 and flags.keep or nil,
     })
   else

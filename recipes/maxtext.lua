@@ -1,5 +1,6 @@
 --- maxtext: trains with MaxText on all slices, its parallelism checked before anything is sent.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local mesh = require("ciranda.mesh")
 local mesh_maxtext = require("ciranda.mesh.maxtext")
@@ -59,8 +60,8 @@ local M = {
 ---@param options { config: string, words: string[], program: string? }
 ---@return string
 function M.command(options)
-  local tail = ('"$config" %s'):format(framework.quote(options.words))
-  local config = framework.quote({ options.config })
+  local tail = ('"$config" %s'):format(shell.words(options.words))
+  local config = shell.words({ options.config })
   local roots = {}
   for place, root in ipairs(options.config:find("^/") and { "" } or CONFIG_ROOTS) do
     roots[place] = root .. config
@@ -68,7 +69,7 @@ function M.command(options)
   local parts = {
     "if [ -d src/maxtext ] || [ -d src/MaxText ]; then",
     'PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"; export PYTHONPATH; fi;',
-    ("found=$(python3 -c %s %s);"):format(framework.quote({ FINDER }), table.concat(MODULES, " ")),
+    ("found=$(python3 -c %s %s);"):format(shell.quote(FINDER), table.concat(MODULES, " ")),
     ('for config in %s "${found#* }"/%s; do if [ -f "$config" ]; then break; fi; done;'):format(
       table.concat(roots, " "),
       config
@@ -78,7 +79,7 @@ function M.command(options)
   }
   if options.program then
     local how = options.program:match("%.py$") and "python3" or "python3 -m"
-    parts[#parts + 1] = ("exec %s %s %s"):format(how, framework.quote({ options.program }), tail)
+    parts[#parts + 1] = ("exec %s %s %s"):format(how, shell.words({ options.program }), tail)
     return table.concat(parts, " ")
   end
   for _, part in ipairs({

@@ -1,5 +1,6 @@
 --- orbax: runs a JAX script that saves with Orbax on all slices, after a look at whether it would save on SIGTERM.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local fs = require("ciranda.io.fs")
 
@@ -62,7 +63,7 @@ function M.command(options)
     words[2] = ("--%s=%s"):format(options.flag, options.directory)
   end
   table.move(options.arguments or {}, 1, #(options.arguments or {}), #words + 1, words)
-  return "exec python3 " .. framework.quote(words)
+  return "exec python3 " .. shell.words(words)
 end
 
 ---@async

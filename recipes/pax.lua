@@ -1,5 +1,6 @@
 --- pax: trains with Pax (paxml) on all slices so that it saves and leaves on SIGTERM.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local mesh = require("ciranda.mesh")
 
@@ -67,17 +68,17 @@ function M.command(options)
   table.move(options.arguments or {}, 1, #(options.arguments or {}), #words + 1, words)
   local oldest = table.concat(OLDEST, ".")
   local script = table.concat({
-    ("release=$(python3 -c %s %s 2>/dev/null);"):format(framework.quote({ LOOK }), table.concat(OLDEST, " ")),
+    ("release=$(python3 -c %s %s 2>/dev/null);"):format(shell.quote(LOOK), table.concat(OLDEST, " ")),
     "case $? in 0) ;;",
     '3) echo "paxml is $release here, and saving on SIGTERM needs',
     ('%s or newer: pip install -U paxml" >&2; exit 126;;'):format(oldest),
     '*) echo "paxml is not installed for python3 here: pip install paxml (--SETUP)" >&2; exit 127;; esac;',
-    ("python3 -m paxml.main %s"):format(framework.quote(words)),
+    ("python3 -m paxml.main %s"):format(shell.words(words)),
   }, " ")
   if options.log ~= "" then
-    script = ("%s 2>&1 | tee -a %s"):format(script, framework.quote({ options.log }))
+    script = ("%s 2>&1 | tee -a %s"):format(script, shell.words({ options.log }))
   end
-  return "exec bash -o pipefail -c " .. framework.quote({ script })
+  return "exec bash -o pipefail -c " .. shell.quote(script)
 end
 
 --- The sizes that a list flag has.

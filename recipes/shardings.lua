@@ -1,5 +1,6 @@
 --- shardings: checks a sharding against the slices, then runs MaxText's shardings example on all of them.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
@@ -83,10 +84,10 @@ end
 ---@param program string?
 ---@return string
 function M.command(arguments, program)
-  local tail = framework.quote(arguments)
+  local tail = shell.words(arguments)
   if program then
     local how = program:match("%.py$") and "python3 " or "python3 -m "
-    return ("exec %s%s %s"):format(how, framework.quote({ program }), tail)
+    return ("exec %s%s %s"):format(how, shell.words({ program }), tail)
   end
   return table.concat({
     ("for module in %s; do"):format(table.concat(MODULES, " ")),

@@ -2,6 +2,7 @@
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
+local shell = require("ciranda.io.shell")
 local sim = require("ciranda.sim")
 local uv = require("luv")
 
@@ -184,13 +185,6 @@ local function names(text)
   return list
 end
 
-local function shell_quoted(text)
-  if text:find("^[%w_./:@=-]+$") then
-    return text
-  end
-  return "'" .. text:gsub("'", "'\\''") .. "'"
-end
-
 local function print_environment(simulator)
   local variables = {}
   for name in pairs(simulator.env) do
@@ -198,7 +192,7 @@ local function print_environment(simulator)
   end
   table.sort(variables)
   for _, name in ipairs(variables) do
-    print(("export %s=%s"):format(name, shell_quoted(simulator.env[name])))
+    print(("export %s"):format(name .. "=" .. shell.words({ simulator.env[name] })))
   end
   print("ready")
   io.stdout:flush()

@@ -8,6 +8,7 @@
 local archive = require("ciranda.fleet.archive")
 local crypto = require("ciranda.io.crypto")
 local fs = require("ciranda.io.fs")
+local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local process = require("ciranda.io.process")
 local task = require("ciranda.task")
@@ -60,15 +61,9 @@ local FETCH = [[umask=$(umask); umask 077; ]]
   .. [[umask $umask && mkdir -p {destination} && tar -xzpf {archive} --no-same-owner -C {destination}; ]]
   .. [[status=$?; rm -f {archive}; exit $status]]
 
----@param text string
----@return string one word for sh
-local function quote(text)
-  return "'" .. text:gsub("'", "'\\''") .. "'"
-end
-
 --- A script with its `{name}`s filled in, for the login shell, whichever that is.
 local function command(script, values)
-  return "sh -c " .. quote((script:gsub("{(%l+)}", values)))
+  return shell.sh((script:gsub("{(%l+)}", values)))
 end
 
 --- What `stat -c %f` says of a file that is as it should be.
@@ -139,7 +134,7 @@ end
 --- Those of our files that the worker has as they should be, by path; nil when it has nothing.
 ---@private
 function Parcel:found_by(connection)
-  local values = { destination = quote(self.destination), group = tostring(GROUP) }
+  local values = { destination = shell.quote(self.destination), group = tostring(GROUP) }
   local exists = connection:exec(command("[ -d {destination} ]", values), { timeout = PATIENCE })
   if exists.code ~= 0 then
     return nil
@@ -176,7 +171,7 @@ function Parcel:compare(connection, entries, found)
     names[index] = entry.path .. "\0"
     expected[entry.path] = entry
   end
-  local values = { destination = quote(self.destination) }
+  local values = { destination = shell.quote(self.destination) }
   local answer = connection:exec(command(FILES, values), { stdin = table.concat(names), timeout = PATIENCE })
   local same = {}
   for line in lines_of(answer) or function() end do
@@ -304,7 +299,7 @@ end
 ---@return ciranda.Worker? from whom it has it
 function Parcel:fetched(worker, connection, part, values, patience)
   if self.bucket then
-    values.url, values.sum = quote(self:object(part)), part.archive_sha256
+    values.url, values.sum = shell.quote(self:object(part)), part.archive_sha256
     values.patience, values.refusal = ("%d"):format(math.ceil(patience)), tostring(NOT_FETCHED)
     local answer = connection:exec(command(FETCH, values), { timeout = patience + PATIENCE })
     if answer.code ~= NOT_FETCHED then
@@ -328,7 +323,7 @@ function Parcel:deliver(worker, connection, on_failure)
   local patience = PATIENCE + part.archive_size / SLOWEST
   local values = {
     archive = (".ciranda-push-%s.tar.gz"):format(crypto.hex(crypto.random(6))),
-    destination = quote(self.destination),
+    destination = shell.quote(self.destination),
     size = tostring(part.archive_size),
   }
   local answer, reason, from = self:fetched(worker, connection, part, values, patience)

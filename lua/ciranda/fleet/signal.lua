@@ -6,6 +6,7 @@
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
 local signals = require("ciranda.fleet.signals")
+local shell = require("ciranda.io.shell")
 
 local M = {}
 
@@ -61,7 +62,7 @@ function M.send(fleet, name, options)
       or ('signal "$attempt" %s'):format(short),
   }
   local script = SCRIPT:gsub("{(%l+)}", values):gsub("\n", " ")
-  local results = fleet:run("sh -c '" .. script .. "'", {
+  local results = fleet:run(shell.sh(script), {
     timeout = is_stop and grace + DELIVERY or DELIVERY,
     limit = options.limit,
   })

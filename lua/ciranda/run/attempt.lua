@@ -4,6 +4,7 @@
 -- step here may be repeated after a lost connection: what has been staged stays staged, what was started is not
 -- started again, and a log is followed from the byte after the last one that arrived.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local following = require("ciranda.run.following")
 local lag = require("ciranda.io.lag")
 local link_of = require("ciranda.fleet.link")
@@ -116,13 +117,6 @@ function M.guard()
   })
 end
 
---- Text as one word for a shell.
----@param text string
----@return string
-local function quote(text)
-  return "'" .. (text:find("'", 1, true) and text:gsub("'", "'\\''") or text) .. "'"
-end
-
 ---@param spec ciranda.run.AttemptSpec
 ---@return ciranda.run.Attempt
 function M.new(spec)
@@ -163,14 +157,14 @@ end
 
 --- Runs a script with the worker's sh, whatever the login shell is.
 ---@private
----@param script string without single quotes
+---@param script string
 ---@param options table? for exec
 ---@return table answer
 function Attempt:shell(script, options)
   options = options or {}
   options.timeout = options.timeout or SHORT
   return self.link:use(function(connection)
-    local answer = connection:exec("sh -c " .. quote(script), options)
+    local answer = connection:exec(shell.sh(script), options)
     self:hear()
     return answer
   end)
@@ -252,7 +246,7 @@ function Attempt:ask_guard(arguments, options, path, with_status)
     if with_status then
       line = ("%s; code=$?; %s >&2; exit $code"):format(words(arguments), words("status %s"))
     end
-    local answer = connection:exec("sh -c " .. quote(line), options)
+    local answer = connection:exec(shell.sh(line), options)
     self:hear()
     return answer
   end)

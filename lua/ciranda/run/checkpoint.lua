@@ -8,6 +8,7 @@
 --     local verdict = gang:watch()
 --     local report = watch:after(verdict)                      -- what is there now that was not
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 
@@ -140,17 +141,14 @@ end
 ---@param directory string
 ---@return string
 local function listing_command(directory)
-  local quoted = quote(directory)
-  return "sh -c '"
-    .. (
-      "cd "
-      .. quoted
+  return shell.sh(
+    "cd "
+      .. quote(directory)
       .. " 2>/dev/null || { echo ciranda-none; exit 0; }; echo ciranda-listing; "
       .. 'LC_ALL=C stat -c "%Y %n" -- */ 2>/dev/null; echo ciranda-commits; '
       .. 'find . -mindepth 2 -maxdepth 2 -name "commit_success*" 2>/dev/null; echo ciranda-iterators; '
       .. 'find . -mindepth 2 -maxdepth 2 -name "*iter*" 2>/dev/null; exit 0'
-    ):gsub("'", "'\\''")
-    .. "'"
+  )
 end
 
 --- Reads what the listing command printed.
@@ -312,9 +310,13 @@ function M.size(fleet, directory, step, options)
     return nil
   end
   local path = path_of(directory, options)
-  local command = (
-    "sh -c 'cd %s && for each in *; do case $each in *[!0-9]%d|%d) " .. 'du -sk -- "$each";; esac; done\''
-  ):format(quote(path):gsub("'", "'\\''"), step, step)
+  local command = shell.sh(
+    ('cd %s && for each in *; do case $each in *[!0-9]%d|%d) du -sk -- "$each";; esac; done'):format(
+      quote(path),
+      step,
+      step
+    )
+  )
   local one = fleet:select(nodeset.fold({ fleet:workers()[1] }))
   local result = one:run(command, { timeout = options and options.timeout or LOOK })[1]
   local kilobytes = not result.err and result.code == 0 and tonumber(result.stdout:match("^(%d+)"))

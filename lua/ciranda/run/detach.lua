@@ -2,6 +2,7 @@
 --- again as `attach`.
 local engine = require("ciranda.core.engine")
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local local_guard = require("ciranda.run.local_guard")
 local runs = require("ciranda.run.runs")
 local task = require("ciranda.task")
@@ -80,9 +81,9 @@ function M.run(context, run, attaching)
   end
   local words = table.move(after, 1, #after, #before + 1, table.move(before, 1, #before, 1, {}))
   local script = SCRIPT:gsub("{(%l+)}", {
-    runner = local_guard.quote(words),
-    ciranda = local_guard.quote(before),
-    run = local_guard.quote({ run }),
+    runner = shell.words(words),
+    ciranda = shell.words(before),
+    run = shell.words({ run }),
     again = tostring(AGAIN),
   })
   -- Two programs may detach the same run within a second.

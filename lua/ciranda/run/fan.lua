@@ -5,6 +5,7 @@
 -- those of the next batch: that is what gangs are for.
 local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local results_of = require("ciranda.fleet.results")
 local task = require("ciranda.task")
@@ -86,7 +87,7 @@ end
 local function end_commands(fleet, mark)
   local tries = math.tointeger(GRACE * 5)
   local script = STOP:gsub("{(%l+)}", { mark = M.MARK .. "=" .. mark, tries = tries, last = tries + KILLS })
-  return fleet:run("sh -c '" .. script:gsub("\n", " ") .. "'", { timeout = ANSWER })
+  return fleet:run(shell.sh((script:gsub("\n", " "))), { timeout = ANSWER })
 end
 
 --- A worker's error without the worker's name, which is told beside it: so equal failures are told once.

@@ -73,17 +73,6 @@ function M.all_flags(own, runners)
   return all
 end
 
---- Words for a shell.
----@param words string[]
----@return string
-function M.quote(words)
-  local quoted = {}
-  for place, word in ipairs(words) do
-    quoted[place] = word:match("^[%w_./:=-]+$") and word or "'" .. word:gsub("'", "'\\''") .. "'"
-  end
-  return table.concat(quoted, " ")
-end
-
 --- Calls a check of `ciranda.mesh`; what does not fit is a usage error here.
 ---@param op string the recipe
 ---@param check function

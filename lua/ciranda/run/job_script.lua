@@ -3,6 +3,7 @@
 -- It needs a POSIX sh, curl, tar and, for the virtual environment, python3. Its values come first, as assignments; the
 -- rest (job_boot.lua) is the same for every job.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 
 local M = {}
 
@@ -51,7 +52,7 @@ function M.text(values)
     if value == nil then
       err.misuse(2, "job_script.text: %s is missing", name)
     end
-    lines[#lines + 1] = ("%s='%s'"):format(name, (tostring(value):gsub("'", "'\\''")))
+    lines[#lines + 1] = name .. "=" .. shell.quote(tostring(value))
   end
   return table.concat(lines, "\n") .. "\n" .. require("ciranda.run.job_boot")
 end

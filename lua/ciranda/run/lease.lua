@@ -7,6 +7,7 @@
 -- and waits, the guard while the command runs (its `alive` is a link to the lease). One from before the machine's last
 -- start is void.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -236,7 +237,7 @@ function Lease:look(link)
   local holders = {}
   local answer = link:use(function(connection)
     local script = worker_script.fill(LOOK, self:values("look"))
-    return connection:exec("sh -c '" .. script:gsub("'", "'\\''") .. "'", { timeout = RELEASE })
+    return connection:exec(shell.sh(script), { timeout = RELEASE })
   end)
   for text in (answer.stdout:match("ciranda%-lease\n(.*)$") or ""):gmatch("held=([^\n]*)") do
     holders[#holders + 1] = M.parse(text)
@@ -262,7 +263,7 @@ local function on_open(links, script, seconds, all)
       return
     end
     local ok, problem = pcall(task.timeout, seconds, link.use, link, function(connection)
-      return connection:exec("sh -c '" .. script:gsub("'", "'\\''") .. "'", { timeout = seconds })
+      return connection:exec(shell.sh(script), { timeout = seconds })
     end)
     if not ok and (not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal")) then
       error(problem, 0)

@@ -36,17 +36,6 @@ function M.program()
   return path
 end
 
---- Words as text for a shell.
----@param words string[]
----@return string
-function M.quote(words)
-  local quoted = {}
-  for place, word in ipairs(words) do
-    quoted[place] = word:find("^[%w_%-%./:=,@%%+]+$") and word or "'" .. word:gsub("'", "'\\''") .. "'"
-  end
-  return table.concat(quoted, " ")
-end
-
 --- A command by name: one that was started, or is to be.
 ---@param name string letters, digits, "_", "-", "."
 ---@return ciranda.run.LocalGuard

@@ -5,6 +5,7 @@
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
 local link_of = require("ciranda.fleet.link")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
 local M = {}
@@ -62,7 +63,7 @@ end
 --- The script as a command for any login shell.
 ---@return string
 function M.command()
-  return "sh -c '" .. SCRIPT:gsub("\n", " ") .. "'"
+  return shell.sh((SCRIPT:gsub("\n", " ")))
 end
 
 --- Watches one worker until it is cancelled.

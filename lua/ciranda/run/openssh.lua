@@ -1,5 +1,6 @@
 --- A session on one worker by OpenSSH's own ssh: a terminal, escapes and forwardings as its users know them, with what
 --- this program knows of the worker.
+local shell = require("ciranda.io.shell")
 local access = require("ciranda.provider.access")
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
@@ -58,7 +59,7 @@ end
 ---@return string
 function M.proxy(worker, tunnel)
   local function quoted(text)
-    return "'" .. text:gsub("%%", "%%%%"):gsub("'", "'\\''") .. "'"
+    return shell.quote((text:gsub("%%", "%%%%")))
   end
   return ("%s iap %s %%p --project=%s --zone=%s"):format(
     quoted(uv.exepath()),

@@ -1,6 +1,7 @@
 --- Logs read where they are written: on the workers, through the guard, without a runner and without a trace here.
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
+local shell = require("ciranda.io.shell")
 local known = require("ciranda.run.known")
 local link_of = require("ciranda.fleet.link")
 local signal = require("ciranda.fleet.signal")
@@ -42,7 +43,7 @@ end
 function RemoteLog:ask(worker, script)
   local mine = self.workers[worker.slice .. "/" .. worker.index]
   return self.fleet:link(mine):use(function(connection)
-    return connection:exec("sh -c '" .. script .. "'", { timeout = LIMIT })
+    return connection:exec(shell.sh(script), { timeout = LIMIT })
   end)
 end
 

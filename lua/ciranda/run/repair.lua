@@ -6,6 +6,7 @@
 -- another attempt is staged.
 local err = require("ciranda.io.error")
 local fleets = require("ciranda.fleet")
+local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local node_provider = require("ciranda.provider.node")
 local task = require("ciranda.task")
@@ -200,7 +201,7 @@ function M.multislice(fleet, slices)
       table.insert(wrong[text], worker)
     end
   end
-  for _, result in ipairs(fleet:run("sh -c '" .. ASK .. "'", { timeout = 30 })) do
+  for _, result in ipairs(fleet:run(shell.sh(ASK), { timeout = 30 })) do
     local function said(name)
       return not result.err and (result.stdout or ""):match(("MEGASCALE_%s: '([^']*)'"):format(name)) or nil
     end

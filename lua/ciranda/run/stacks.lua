@@ -4,6 +4,7 @@
 -- asked for it: it registers a signal and names it in its environment, `CIRANDA_STACK_SIGNAL=USR1`. Only a process
 -- that has the variable and catches that signal gets it, for anything else would die of it.
 local err = require("ciranda.io.error")
+local shell = require("ciranda.io.shell")
 
 local M = {}
 
@@ -68,7 +69,7 @@ function M.look(fleet, run, attempt, options)
     looks = tostring(LOOKS),
   }):gsub("\n", " ")
   local list = {}
-  for place, result in ipairs(fleet:run("sh -c '" .. script .. "'", { timeout = LIMIT })) do
+  for place, result in ipairs(fleet:run(shell.sh(script), { timeout = LIMIT })) do
     local one = { worker = result.worker }
     local idle, text = (result.stdout or ""):match("^([%d.]+) %d+\n(.*)$")
     if idle then

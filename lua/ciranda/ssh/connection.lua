@@ -1,5 +1,6 @@
 --- A connection whose user is authenticated: commands, files and tunnels on it.
 
+local shell = require("ciranda.io.shell")
 local channels = require("ciranda.ssh.channel")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
@@ -107,11 +108,6 @@ function Connection:_open(method, request, what)
   end
 end
 
---- A shell word that means this text.
-local function quote(text)
-  return "'" .. text:gsub("'", "'\\''") .. "'"
-end
-
 --- The command with variables in its environment. Servers accept few by the protocol (AcceptEnv), so that `env` sets
 --- them, and the login shell runs the command as it would have.
 local function with_environment(command, env, level)
@@ -128,9 +124,9 @@ local function with_environment(command, env, level)
   table.sort(names)
   local words = {}
   for index, name in ipairs(names) do
-    words[index] = quote(name .. "=" .. env[name])
+    words[index] = shell.quote(name .. "=" .. env[name])
   end
-  return ('exec env %s "$SHELL" -c %s'):format(table.concat(words, " "), quote(command))
+  return ('exec env %s "$SHELL" -c %s'):format(table.concat(words, " "), shell.quote(command))
 end
 
 local START_OPTIONS = { env = true, pty = true }
