@@ -1,5 +1,6 @@
 --- qr: queued resources, with gcloud's verbs and flags.
 local err = require("ciranda.io.error")
+local gcloud_create = require("ciranda.provider.gcloud_create")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
 local tables = require("ciranda.cli.table")
@@ -53,39 +54,7 @@ M.flags = {
   { name = "force", type = "boolean", default = true, help = "Of delete: its nodes too." },
 }
 table.move(tables.flags, 1, #tables.flags, #M.flags + 1, M.flags)
-for _, flag in ipairs(gcloud_flags.flags) do
-  table.insert(M.flags, {
-    name = flag.name,
-    type = flag.switch and "boolean" or nil,
-    many = flag.repeated,
-    help = "Of create: " .. flag.help,
-  })
-end
-
-local function key_of(name)
-  return (name:gsub("%-", "_"))
-end
-
---- The request that the flags make.
-local function request_of(context)
-  local request = { id = context.flags.NAME }
-  for _, flag in ipairs(gcloud_flags.flags) do
-    local key = key_of(flag.name)
-    if context.given[key] then
-      local value = context.flags[key]
-      if flag.switch then
-        if value then
-          flag.put(request, flag.name)
-        end
-      else
-        for _, text in ipairs(type(value) == "table" and value or { value }) do
-          flag.put(request, flag.name, text)
-        end
-      end
-    end
-  end
-  return request
-end
+gcloud_create.declare(M.flags, gcloud_flags.flags)
 
 --- The first node that a message asks for.
 ---@param message table
@@ -225,7 +194,7 @@ function run.wait(context, tpu)
 end
 
 function run.create(context, tpu)
-  local request = request_of(context)
+  local request = gcloud_create.request(context, gcloud_flags.flags)
   local journal <close> = journals.open(request.id, { recipe = context.name, arguments = context.args })
   -- What was made by hand outlives this command: gc keeps it unless it is dead.
   local flags, progress = context.flags, context.progress
@@ -293,11 +262,7 @@ function M.run(context)
   elseif verb ~= "list" and not flags.NAME then
     err.raise({ code = "usage", message = ("which queued resource? ciranda qr %s NAME"):format(verb) })
   elseif verb ~= "create" then
-    for _, flag in ipairs(gcloud_flags.flags) do
-      if context.given[key_of(flag.name)] then
-        err.raise({ code = "usage", message = ("--%s is for create"):format(flag.name) })
-      end
-    end
+    gcloud_create.refuse(context, gcloud_flags.flags)
   end
   tables.check(flags)
   local tpu = require("ciranda.gcp.tpu").connect({ project = flags.project, zone = flags.zone })

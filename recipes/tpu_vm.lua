@@ -1,5 +1,6 @@
 --- tpu_vm: single TPU nodes, with gcloud's verbs and flags.
 local err = require("ciranda.io.error")
+local gcloud_create = require("ciranda.provider.gcloud_create")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
 local ledger = require("ciranda.run.ledger")
@@ -60,33 +61,7 @@ for _, flag in ipairs(gcloud_flags.flags) do
     CREATE[#CREATE + 1] = flag
   end
 end
-for _, flag in ipairs(CREATE) do
-  table.insert(M.flags, {
-    name = flag.name,
-    type = flag.switch and "boolean" or nil,
-    many = flag.repeated,
-    help = "Of create: " .. flag.help,
-  })
-end
-
-local function key_of(name)
-  return (name:gsub("%-", "_"))
-end
-
---- The request that the flags make.
-local function request_of(context)
-  local request = { id = context.flags.NAME }
-  for _, flag in ipairs(CREATE) do
-    local key = key_of(flag.name)
-    local value = context.flags[key]
-    if context.given[key] and value ~= false then
-      for _, text in ipairs(type(value) == "table" and value or { value }) do
-        flag.put(request, flag.name, not flag.switch and text or nil)
-      end
-    end
-  end
-  return request
-end
+gcloud_create.declare(M.flags, CREATE)
 
 --- The columns of gcloud's list.
 ---@type ciranda.cli.Column[]
@@ -132,7 +107,7 @@ local function wait(context, tpu, state)
 end
 
 function run.create(context, tpu)
-  local request = request_of(context)
+  local request = gcloud_create.request(context, CREATE)
   local journal <close> = journals.open(request.id, { recipe = context.name, arguments = context.args })
   -- What was made by hand outlives this command: gc keeps it unless it is dead.
   local made = ledger.create_node(journal, tpu, request, "made by hand")
@@ -226,11 +201,7 @@ function M.run(context)
   elseif verb ~= "list" and not flags.NAME then
     err.raise({ code = "usage", message = ("which node? ciranda tpu_vm %s NAME"):format(verb) })
   elseif verb ~= "create" then
-    for _, flag in ipairs(CREATE) do
-      if context.given[key_of(flag.name)] then
-        err.raise({ code = "usage", message = ("--%s is for create"):format(flag.name) })
-      end
-    end
+    gcloud_create.refuse(context, CREATE)
   end
   tables.check(flags)
   run[verb](context, require("ciranda.gcp.tpu").connect({ project = flags.project, zone = flags.zone }))

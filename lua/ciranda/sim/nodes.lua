@@ -7,6 +7,7 @@
 
 local clock = require("ciranda.sim.clock")
 local errors = require("ciranda.sim.errors")
+local named = require("ciranda.sim.named")
 
 local M = {}
 
@@ -27,45 +28,18 @@ local M = {}
 ---@field updating boolean a patch is under way
 ---@field endpoints ciranda.sim.Endpoint[]
 
----@class ciranda.sim.Nodes
+---@class ciranda.sim.Nodes: ciranda.sim.Named
 ---@field private world table
----@field private by_name table<string, ciranda.sim.Node>
-local Nodes = {}
+---@field find fun(self, name: string): ciranda.sim.Node?
+---@field get fun(self, name: string): ciranda.sim.Node
+---@field list fun(self, matches: fun(name: string): boolean): ciranda.sim.Node[]
+local Nodes = setmetatable({}, { __index = named })
 Nodes.__index = Nodes
 
 ---@param world table clock, random, machines, events, delay
 ---@return ciranda.sim.Nodes
 function M.new(world)
   return setmetatable({ world = world, random = world.random:fork "nodes", by_name = {} }, Nodes)
-end
-
----@param name string
----@return ciranda.sim.Node?
-function Nodes:find(name)
-  return self.by_name[name]
-end
-
----@param name string
----@return ciranda.sim.Node
---- Raises ciranda.sim.Status NOT_FOUND.
-function Nodes:get(name)
-  return self.by_name[name] or errors.raise(errors.not_found(name))
-end
-
---- The nodes whose names match, sorted by name.
----@param matches fun(name: string): boolean
----@return ciranda.sim.Node[]
-function Nodes:list(matches)
-  local result = {}
-  for name, node in pairs(self.by_name) do
-    if matches(name) then
-      result[#result + 1] = node
-    end
-  end
-  table.sort(result, function(a, b)
-    return a.name < b.name
-  end)
-  return result
 end
 
 local function set_state(self, node, state)

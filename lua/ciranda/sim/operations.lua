@@ -2,6 +2,7 @@
 
 local clock = require("ciranda.sim.clock")
 local errors = require("ciranda.sim.errors")
+local named = require("ciranda.sim.named")
 
 local M = {}
 
@@ -14,10 +15,11 @@ local M = {}
 ---@field response { message: string, value: table }? the response as it was when the operation ended
 ---@field private metadata table OperationMetadata
 
----@class ciranda.sim.Operations
----@field private by_name table<string, ciranda.sim.Operation>
+---@class ciranda.sim.Operations: ciranda.sim.Named
 ---@field private world table
-local Operations = {}
+---@field get fun(self, name: string): ciranda.sim.Operation
+---@field list fun(self, matches: fun(name: string): boolean): ciranda.sim.Operation[]
+local Operations = setmetatable({}, { __index = named })
 Operations.__index = Operations
 
 ---@param world { clock: ciranda.sim.Clock, random: ciranda.sim.Random }
@@ -104,29 +106,6 @@ end
 ---@param text string
 function Operations:describe(operation, text)
   operation.metadata.statusDetail = text
-end
-
----@param name string
----@return ciranda.sim.Operation
---- Raises ciranda.sim.Status NOT_FOUND.
-function Operations:get(name)
-  return self.by_name[name] or errors.raise(errors.not_found(name))
-end
-
---- The operations under a parent, by name. The parent's zone may be "-": all of them.
----@param matches fun(name: string): boolean
----@return ciranda.sim.Operation[]
-function Operations:list(matches)
-  local result = {}
-  for name, operation in pairs(self.by_name) do
-    if matches(name) then
-      result[#result + 1] = operation
-    end
-  end
-  table.sort(result, function(a, b)
-    return a.name < b.name
-  end)
-  return result
 end
 
 --- Ask for an operation to be given up. One that has ended is left alone.

@@ -12,6 +12,7 @@
 local catalog = require("ciranda.sim.catalog")
 local clock = require("ciranda.sim.clock")
 local errors = require("ciranda.sim.errors")
+local named = require("ciranda.sim.named")
 
 local M = {}
 
@@ -34,44 +35,18 @@ local M = {}
 ---@field nodes ciranda.sim.Node[] the slices that exist, by place (may have gaps)
 ---@field epoch integer
 
----@class ciranda.sim.QueuedResources
+---@class ciranda.sim.QueuedResources: ciranda.sim.Named
 ---@field private world table
----@field private by_name table<string, ciranda.sim.QueuedResource>
-local QueuedResources = {}
+---@field find fun(self, name: string): ciranda.sim.QueuedResource?
+---@field get fun(self, name: string): ciranda.sim.QueuedResource
+---@field list fun(self, matches: fun(name: string): boolean): ciranda.sim.QueuedResource[]
+local QueuedResources = setmetatable({}, { __index = named })
 QueuedResources.__index = QueuedResources
 
 ---@param world table clock, random, nodes, events, quota, capacity, faults, delay
 ---@return ciranda.sim.QueuedResources
 function M.new(world)
   return setmetatable({ world = world, by_name = {}, queue = {}, repairs = {} }, QueuedResources)
-end
-
----@param name string
----@return ciranda.sim.QueuedResource?
-function QueuedResources:find(name)
-  return self.by_name[name]
-end
-
----@param name string
----@return ciranda.sim.QueuedResource
---- Raises ciranda.sim.Status NOT_FOUND.
-function QueuedResources:get(name)
-  return self.by_name[name] or errors.raise(errors.not_found(name))
-end
-
----@param matches fun(name: string): boolean
----@return ciranda.sim.QueuedResource[]
-function QueuedResources:list(matches)
-  local result = {}
-  for name, queued_resource in pairs(self.by_name) do
-    if matches(name) then
-      result[#result + 1] = queued_resource
-    end
-  end
-  table.sort(result, function(a, b)
-    return a.name < b.name
-  end)
-  return result
 end
 
 local function set_state(self, queued_resource, state, initiator)
