@@ -1,10 +1,10 @@
 --- qr: queued resources, with gcloud's verbs and flags.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local gcloud_create = require("ciranda.provider.gcloud_create")
 local gcloud_flags = require("ciranda.provider.gcloud_flags")
 local journals = require("ciranda.run.journal")
 local tables = require("ciranda.cli.table")
-local uv = require("luv")
 
 local VERBS = { create = true, list = true, describe = true, wait = true, delete = true, reset = true }
 
@@ -171,7 +171,7 @@ function run.wait(context, tpu)
   if recreate then
     recreate:resume()
   end
-  local deadline = flags.timeout and uv.hrtime() / 1e9 + flags.timeout
+  local deadline = flags.timeout and clock.now() + flags.timeout
   local options = wait_options(context, tpu:queued_resource(name))
   while true do
     local qr = tpu:queued_resource(name)
@@ -188,7 +188,7 @@ function run.wait(context, tpu)
       end
       error(problem, 0)
     end
-    options.timeout = deadline and math.max(0.001, deadline - uv.hrtime() / 1e9)
+    options.timeout = deadline and math.max(0.001, deadline - clock.now())
   end
   context.progress:say("%s is %s", name, state)
 end

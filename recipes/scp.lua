@@ -1,4 +1,5 @@
 --- scp: files and directories to some or all workers, and from them.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local fan = require("ciranda.run.fan")
 local fs = require("ciranda.io.fs")
@@ -7,7 +8,6 @@ local named_target = require("ciranda.run.named_target")
 local nodeset = require("ciranda.provider.nodeset")
 local results_of = require("ciranda.fleet.results")
 local transfer = require("ciranda.fleet.transfer")
-local uv = require("luv")
 
 --- Seconds between two lines on how far it is.
 local STATUS_EVERY = 2
@@ -233,7 +233,7 @@ function M.run(context)
   local workers = found.fleet:workers()
   local one = #workers == 1
   local copy_source = copy.push and push or one and pull_one or pull
-  local finished, total, told = 0, #workers * #copy.sources, uv.hrtime() / 1e9
+  local finished, total, told = 0, #workers * #copy.sources, clock.now()
   local done = fan.run({
     fleet = found.fleet,
     context = context,
@@ -248,7 +248,7 @@ function M.run(context)
             if result.err or result.code ~= 0 or place == #copy.sources then
               on_result(result)
             end
-            local now = uv.hrtime() / 1e9
+            local now = clock.now()
             if now - told > STATUS_EVERY then
               told = now
               progress:status(("Copied: %d of %d"):format(finished, total))

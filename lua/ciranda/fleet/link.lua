@@ -1,8 +1,8 @@
 --- One worker's SSH connection: made when first used, shared by everything that runs there, made again when it
 -- has broken. Retrying is for connecting only; what has been sent to a worker is never sent twice from here.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -138,9 +138,9 @@ function Link:dial(place)
   -- The name is what ssh_config and known_hosts are asked about; an address is given apart only where it differs, so
   -- that a HostName in ssh_config counts for hosts that were named.
   local host = worker.hostname or worker.name or place.address
-  local asked = uv.hrtime()
+  local asked = clock.now()
   return settings.handshakes:with(function()
-    self.waited = self.waited + (uv.hrtime() - asked) / 1e9
+    self.waited = self.waited + clock.now() - asked
     return settings.connect({
       host = host,
       address = place.address ~= host and place.address or nil,
@@ -217,7 +217,7 @@ end
 ---@private
 function Link:dial_until()
   -- What has not had its turn has not failed.
-  local deadline = uv.hrtime() / 1e9 + self.settings.retry_for - self.waited
+  local deadline = clock.now() + self.settings.retry_for - self.waited
   local pause = 0.25
   while true do
     if self.closed then
@@ -235,7 +235,7 @@ function Link:dial_until()
     if ok then
       return result
     end
-    local now = uv.hrtime() / 1e9
+    local now = clock.now()
     if not err.is(result, table.unpack(PASSING)) or now + pause > deadline + self.waited then
       err.raise(err.wrap(result, { op = "connect", target = M.title(self.worker) }))
     end

@@ -1,10 +1,10 @@
 --- One worker's part in a relay: the program there (`ciranda.fleet.relay_script`), told by lines what to do and heard
 --- by lines what came of it. Who fetches from whom is the relay's.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
 local relay_script = require("ciranda.fleet.relay_script")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -40,7 +40,7 @@ Agent.__index = Agent
 --- Seconds since whenever.
 ---@return number
 function M.now()
-  return uv.hrtime() / 1e9
+  return clock.now()
 end
 
 ---@param worker ciranda.Worker

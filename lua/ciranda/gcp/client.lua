@@ -4,6 +4,7 @@
 --- harmless (`idempotent`), or when it certainly has not been carried out: the connection was never made, or the API
 --- says that it counts calls (429). Waiting is exponential with full jitter, and never shorter than the API asks for.
 
+local clock = require("ciranda.io.clock")
 local credentials = require("ciranda.gcp.credentials")
 local engine = require("ciranda.core.engine")
 local errors = require("ciranda.io.error")
@@ -11,7 +12,6 @@ local failure = require("ciranda.gcp.failure")
 local http = require("ciranda.io.http")
 local log = require("ciranda.io.log")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -267,7 +267,7 @@ end
 
 --- Seconds of a clock that only goes forward.
 function Client:now() -- luacheck: ignore 212
-  return uv.hrtime() / 1e9
+  return clock.now()
 end
 
 --- Make a call whose answer is a JSON object.

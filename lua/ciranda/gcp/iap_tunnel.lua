@@ -6,6 +6,7 @@
 ---
 --- A task of its own, whose life is the tunnel's, opens the WebSockets. Everything else happens in callbacks.
 
+local clock = require("ciranda.io.clock")
 local errors = require("ciranda.io.error")
 local frame = require("ciranda.gcp.iap_frame")
 local scheduler = require("ciranda.task.scheduler")
@@ -37,10 +38,6 @@ M.ACK_EVERY = 2 * frame.MAX_DATA
 local Tunnel = {}
 Tunnel.__index = Tunnel
 Tunnel.__name = "ciranda.gcp.iap.Tunnel"
-
-local function now()
-  return uv.hrtime() / 1e9
-end
 
 --- At the program's end the loop closes handles before those who hold them hear of it.
 local function close_handle(handle)
@@ -278,7 +275,7 @@ end
 --- Take the tunnel up again. Raises when that is no use, or has not come about in time.
 local function take_up(self)
   local schedule = self.settings.reconnect
-  local give_up = now() + schedule.total
+  local give_up = clock.now() + schedule.total
   local pause = schedule.first
   -- A WebSocket that carried something is replaced at once.
   local at_once = self.progress
@@ -293,7 +290,7 @@ local function take_up(self)
     if ok then
       self.reconnects = self.reconnects + 1
       return
-    elseif errors.is(err, "cancelled") or not self.settings.passing(err) or now() > give_up then
+    elseif errors.is(err, "cancelled") or not self.settings.passing(err) or clock.now() > give_up then
       error(err, 0)
     end
     self.settings.on_note(err)

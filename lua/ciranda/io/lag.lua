@@ -6,6 +6,7 @@
 -- the kernel's: how long the main thread has been ready to run and did not (/proc/self/schedstat, its second number, in
 -- nanoseconds; Documentation/scheduler/sched-stats.rst). The timer does not see what is lost in many short pieces, and
 -- the kernel's does not count while a program is stopped. Time in which there is nothing to do is in neither.
+local clock = require("ciranda.io.clock")
 local uv = require("luv")
 
 local M = {}
@@ -29,7 +30,7 @@ end
 
 --- Takes off what has been lost since the last look.
 local function look()
-  local now, delay = uv.hrtime() / 1e9, M.delay()
+  local now, delay = clock.now(), M.delay()
   local gap = now - seen
   lost = lost + math.min(gap, math.max(gap - PERIOD, delay - seen_delay, 0))
   seen, seen_delay = now, delay
@@ -41,14 +42,14 @@ end
 ---@return number seconds
 function M.clock(exact)
   if not timer then
-    seen, seen_delay = uv.hrtime() / 1e9, M.delay()
+    seen, seen_delay = clock.now(), M.delay()
     timer = uv.new_timer()
     timer:start(PERIOD * 1000, PERIOD * 1000, look)
     timer:unref()
   elseif exact then
     look()
   end
-  local now = uv.hrtime() / 1e9
+  local now = clock.now()
   return now - lost - math.max(0, now - seen - PERIOD)
 end
 

@@ -2,6 +2,7 @@
 --
 -- A key may be let in by the project's metadata, by a node's, or by OS Login; which one holds is known only when one
 -- has knocked. So one worker is tried first, and only when it refuses the key is it added to the nodes.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
@@ -99,12 +100,12 @@ function M.ensure(options)
     )
     error(problem, 0)
   end
-  local deadline = uv.hrtime() / 1e9 + PROPAGATION
+  local deadline = clock.now() + PROPAGATION
   while true do
     ok, problem = pcall(link.connection, link)
     if ok then
       return options.user
-    elseif not err.is(problem, "auth") or uv.hrtime() / 1e9 > deadline then
+    elseif not err.is(problem, "auth") or clock.now() > deadline then
       error(problem, 0)
     end
     task.sleep(PAUSE)

@@ -3,6 +3,7 @@
 -- Staging makes the directory; making `started` inside it starts the command, which can be done once. So every
 -- step here may be repeated after a lost connection: what has been staged stays staged, what was started is not
 -- started again, and a log is followed from the byte after the last one that arrived.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local shell = require("ciranda.io.shell")
 local following = require("ciranda.run.following")
@@ -12,7 +13,6 @@ local pace = require("ciranda.fleet.pace")
 local records = require("ciranda.run.record")
 local staging = require("ciranda.run.staging")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -76,15 +76,6 @@ local Attempt = {}
 Attempt.__index = Attempt
 
 ---@return number seconds on a clock that only grows
-local function now()
-  return uv.hrtime() / 1e9
-end
-
----@return number seconds since 1970
-local function wall()
-  local seconds, microseconds = uv.gettimeofday()
-  return seconds + microseconds / 1e6
-end
 
 --- The guard that this program carries (or that CIRANDA_GUARD names).
 ---@return ciranda.run.Guard
@@ -125,10 +116,10 @@ function M.new(spec)
     clock_offset = 0,
     received = 0,
     lost_after = 180,
-    last_contact = now(),
+    last_contact = clock.now(),
     heard = lag.clock(),
-    grew = now(),
-    seen = now(),
+    grew = clock.now(),
+    seen = clock.now(),
     idle = IDLE,
     path = ("%s/%s/%s"):format(ROOT, spec.run, spec.id),
     -- Unlike any other sender's, also where several machines share a home directory.
@@ -152,7 +143,7 @@ end
 
 --- Notes that the worker has answered.
 function Attempt:hear()
-  self.last_contact, self.heard = now(), lag.clock()
+  self.last_contact, self.heard = clock.now(), lag.clock()
 end
 
 --- Runs a script with the worker's sh, whatever the login shell is.
@@ -296,7 +287,7 @@ function Attempt:persist(seconds, what, fn, patience)
   local began, waited = lag.clock(true), self.link.waited
   local pause = 0.2
   while true do
-    local tried = now()
+    local tried = clock.now()
     local result = table.pack(pcall(fn))
     if result[1] then
       return table.unpack(result, 2, result.n)
@@ -335,11 +326,11 @@ function Attempt:go(seconds)
   local tries, sent = 0, 0
   local answer = self:persist(seconds, "start", function()
     self.link:connection()
-    tries, sent = tries + 1, wall()
+    tries, sent = tries + 1, clock.wall()
     return self:ask_guard("run %s" .. (self.keep and (" --keep %d"):format(self.keep) or ""))
   end)
-  local half = (wall() - sent) / 2
-  self.grew = now()
+  local half = (clock.wall() - sent) / 2
+  self.grew = clock.now()
   self.seen = self.grew
   self:expect(answer, "starting the command")
   local status = records.reply(answer.stdout)

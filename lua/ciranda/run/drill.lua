@@ -5,6 +5,7 @@
 -- event (drill_event.lua) stops nobody itself.
 local attempts = require("ciranda.run.attempt")
 local checkpoint = require("ciranda.run.checkpoint")
+local clock = require("ciranda.io.clock")
 local drill_event = require("ciranda.run.drill_event")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
@@ -14,7 +15,6 @@ local known = require("ciranda.run.known")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -45,9 +45,6 @@ local Session = {}
 Session.__index = Session
 
 ---@return number seconds on a clock that only grows
-local function now()
-  return uv.hrtime() / 1e9
-end
 
 --- The run's journal when no other runner has it.
 local function journal_of(options)
@@ -141,7 +138,7 @@ function Session:read_log(worker, bytes)
   local step = checkpoint.sync_point(text:sub(1, cut - 1))
   row.tail = text:sub(cut):sub(-4096)
   if step and not row.sync_point then
-    row.sync_point, row.synced_after = step, self.asked_at and now() - self.asked_at
+    row.sync_point, row.synced_after = step, self.asked_at and clock.now() - self.asked_at
     self:show()
   end
 end
@@ -157,7 +154,7 @@ function Session:show()
     local row = self.rows[member.worker]
     rows[place] = { worker = member.worker, ended = row.outcome ~= nil, synced = row.sync_point ~= nil }
   end
-  self.options.progress:status(report.stop_state("Saving", rows, now() - self.asked_at))
+  self.options.progress:status(report.stop_state("Saving", rows, clock.now() - self.asked_at))
 end
 
 ---@class ciranda.drill.Saved
@@ -225,7 +222,7 @@ function Session:observe(grace, kind, act)
   local journal <close> = journal_of(self.options)
   self.gang.options.journal = journal
   local seen_after, verdict
-  self.asked_at = now()
+  self.asked_at = clock.now()
   do
     local scope <close> = task.scope()
     local is_there = self:watch_disk(before)
@@ -234,7 +231,7 @@ function Session:observe(grace, kind, act)
         task.sleep(LOOK_EVERY)
         self:show()
       end
-      seen_after = now() - self.asked_at
+      seen_after = clock.now() - self.asked_at
     end)
     verdict = act(journal)
     watching:cancel("the end")

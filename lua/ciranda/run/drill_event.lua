@@ -3,12 +3,12 @@
 --
 -- That is the run's runner, which tells every worker, and with autocheckpoint the platform, which signals the processes
 -- that hold the accelerators of that node. Nothing is sent from here: a drill that helped would prove too little.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local nodeset = require("ciranda.provider.nodeset")
 local notices = require("ciranda.run.notices")
 local task = require("ciranda.task")
 local tpus = require("ciranda.gcp.tpu")
-local uv = require("luv")
 
 local M = {}
 
@@ -18,12 +18,6 @@ local NOTICE_COMES = 180
 local RESTART_COMES = 300
 --- Seconds that the operation may take.
 local ACCEPTED = 300
-
----@return number seconds since 1970
-local function wall()
-  local seconds, microseconds = uv.gettimeofday()
-  return seconds + microseconds / 1e6
-end
 
 local function refuse(run, format, ...)
   err.raise({ code = "usage", op = "autocheckpoint", target = run, message = format:format(...) })
@@ -163,7 +157,7 @@ function M.act(session, grace, set, has_runner)
       ended:set()
     end),
   }
-  fired = wall()
+  fired = clock.wall()
   M.fire(tpu, workers)
   task.race({
     function()

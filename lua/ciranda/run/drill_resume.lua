@@ -1,4 +1,5 @@
 --- Where a job goes on after a drill: at which step it begins, once it has been stopped and started again.
+local clock = require("ciranda.io.clock")
 local drill_event = require("ciranda.run.drill_event")
 local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
@@ -6,7 +7,6 @@ local known = require("ciranda.run.known")
 local launch = require("ciranda.run.launch")
 local repair = require("ciranda.run.repair")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -27,7 +27,7 @@ local HEAD = 65536
 local function after_runner(session)
   local run, last = session.options.run, session.last
   local patient = session.event and last.restarts and (last.restarts.preempted or 0) > 0
-  local deadline = uv.hrtime() / 1e9 + (patient and repair.TIMEOUT or 0) + RUNNER_LEAVES
+  local deadline = clock.now() + (patient and repair.TIMEOUT or 0) + RUNNER_LEAVES
   while true do
     local ok, journal = pcall(journals.open, run)
     if ok then
@@ -40,7 +40,7 @@ local function after_runner(session)
     local newest = state and state.attempts[#state.attempts]
     if newest and newest.attempt ~= last.attempt and newest.gone then
       return newest
-    elseif uv.hrtime() / 1e9 > deadline then
+    elseif clock.now() > deadline then
       error(journal, 0)
     end
     task.sleep(LOOK_EVERY)

@@ -1,10 +1,10 @@
 --- Following an attempt: its log as it grows, through lost connections, to its exit record.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local lag = require("ciranda.io.lag")
 local link_of = require("ciranda.fleet.link")
 local records = require("ciranda.run.record")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -22,9 +22,6 @@ local LEADER_NOTICE = 5
 local LOST = { "lost", "hostkey", "auth", "resolve" }
 
 ---@return number seconds on a clock that only grows
-local function now()
-  return uv.hrtime() / 1e9
-end
 
 --- Follows the log on one connection, until its end, until it has been idle, or until the connection breaks.
 ---@param attempt ciranda.run.Attempt
@@ -85,7 +82,7 @@ end
 ---@param status table
 local function note_status(attempt, status)
   if type(status.log_idle) == "number" then
-    attempt.grew = math.max(attempt.grew, now() - status.log_idle)
+    attempt.grew = math.max(attempt.grew, clock.now() - status.log_idle)
   end
   attempt.seen = attempt.last_contact
   local leader = type(status.leader) == "table" and status.leader

@@ -5,12 +5,12 @@
 -- again and the log is followed from where it was. When one worker fails, the others are stopped in order.
 local attempt = require("ciranda.run.attempt")
 local checks = require("ciranda.run.checks")
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local link_of = require("ciranda.fleet.link")
 local muster = require("ciranda.run.muster")
 local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
-local uv = require("luv")
 local watch = require("ciranda.run.watch")
 
 local M = {}
@@ -238,13 +238,13 @@ function Gang:everyone(seconds, step, members)
   local children = {}
   for _, member in ipairs(members) do
     children[#children + 1] = scope:spawn(function()
-      local began = uv.hrtime()
+      local began = clock.now()
       local ok, problem = pcall(task.timeout, seconds, step, member)
       if not ok then
         if err.is(problem, "cancelled", "misuse", "internal") or not err.is(problem) then
           error(problem, 0)
         end
-        if err.is(problem, "timeout") and (uv.hrtime() - began) / 1e9 >= seconds then
+        if err.is(problem, "timeout") and clock.now() - began >= seconds then
           problem = err.new({
             code = "deadline",
             op = "stage",
@@ -423,17 +423,16 @@ end
 ---@param grace number seconds
 ---@param reason string
 function Gang:stop(grace, reason)
-  local at = uv.hrtime() / 1e9
+  local at = clock.now()
   if self.stopping and self.stopping.at + self.stopping.grace <= at + grace then
     return
   end
-  local seconds, microseconds = uv.gettimeofday()
   local before = self.stopping or {}
   self.stopping = {
     grace = grace,
     reason = reason,
     at = at,
-    wall = before.wall or seconds + microseconds / 1e6,
+    wall = before.wall or clock.wall(),
     asked = false,
     told = task.event(),
     failure = before.failure,

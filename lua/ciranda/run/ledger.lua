@@ -3,11 +3,11 @@
 -- Every create is an intent in a journal before it is a call, with the request id that the service knows it by. So
 -- after any crash the journals say what may exist; the cloud says what does; and a label with the request id says
 -- that it is ours.
+local clock = require("ciranda.io.clock")
 local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
 local tpus = require("ciranda.gcp.tpu")
-local uv = require("luv")
 local waiting = require("ciranda.gcp.waiting")
 
 local M = {}
@@ -273,7 +273,7 @@ end
 local function may_come(object)
   return (object.phase == "intent" or object.phase == "created")
     and object.us ~= nil
-    and uv.gettimeofday() - object.us / 1e6 < waiting.NOT_YET
+    and clock.wall() - object.us / 1e6 < waiting.NOT_YET
 end
 
 --- What the cloud says of an object.

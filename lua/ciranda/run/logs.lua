@@ -4,6 +4,7 @@
 -- names people look for, `${TMPDIR:-/tmp}/RUN/output_slice_0000_worker_0000.txt`, are links to them. Standard output
 -- shows the first worker's bytes as they are; other workers are shown on request, or when one prints what looks
 -- like a failure, as prefixed lines on standard error.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local nodeset = require("ciranda.provider.nodeset")
@@ -118,9 +119,7 @@ function M.open(options)
   end
   logs.view = view.new({
     write = options.lines or function() end,
-    clock = function()
-      return uv.hrtime() / 1e9
-    end,
+    clock = clock.now,
   })
   for _, worker in ipairs(options.workers) do
     local path = options.directory .. "/" .. M.file_name(worker)

@@ -1,9 +1,9 @@
 --- A gang before its start: every worker claimed, staged, set up and compared; all of them or none.
 local checks = require("ciranda.run.checks")
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local leases = require("ciranda.run.lease")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -62,7 +62,7 @@ local function set_up(gang)
       members[#members + 1] = member
     end
   end
-  local began = uv.hrtime()
+  local began = clock.now()
   -- Its own deadline comes first; this one is for a worker that is gone.
   local failures = gang:everyone(timeout + 180, function(member)
     setups.run(member.attempt, timeout, directory)
@@ -74,7 +74,7 @@ local function set_up(gang)
       #members == 1 and "" or "s",
       #members == 0 and ", had been done on all before"
         or (" in %.1f s%s"):format(
-          (uv.hrtime() - began) / 1e9,
+          clock.now() - began,
           #members < #gang.members and (", had been done on %d before"):format(#gang.members - #members) or ""
         )
     )

@@ -1,7 +1,7 @@
 --- What the cloud says of the node of a worker that does not answer.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -65,7 +65,7 @@ function M.gone(node_state)
     if not worker.node then
       return nil
     end
-    local now = uv.hrtime() / 1e9
+    local now = clock.now()
     local known = by_node[worker.node]
     if not known or now - known.at > LASTS then
       local state, address, addresses = M.ask(node_state, worker)

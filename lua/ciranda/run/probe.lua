@@ -1,9 +1,9 @@
 --- Looking around on a worker before an attempt: one command takes the lease and says all that staging goes by.
 --
 -- Nothing is changed before the lease is taken, and nothing at all when another run has the worker.
+local clock = require("ciranda.io.clock")
 local holders = require("ciranda.run.holders")
 local lease = require("ciranda.run.lease")
-local uv = require("luv")
 local worker_script = require("ciranda.run.worker_script")
 
 local M = {}
@@ -76,12 +76,6 @@ local END = [[echo "then=$(date +%s.%N)"; exit 0]]
 ---@field held ciranda.run.Holder[] leases of other runs
 ---@field void ciranda.run.Holder[] leases that were put aside
 
----@return number seconds since 1970
-local function wall()
-  local seconds, microseconds = uv.gettimeofday()
-  return seconds + microseconds / 1e6
-end
-
 --- Reads `name=value` lines.
 ---@param text string after the marker; a shell's start-up file may print things of its own before it
 ---@return ciranda.run.Facts
@@ -130,10 +124,10 @@ function M.run(attempt, values, mode)
     .. LOOK
     .. (mode == "take" and SETUP .. RUNNING .. M.FINGERPRINT .. DEVICES or "")
     .. END
-  local sent = wall()
+  local sent = clock.wall()
   local answer = attempt:expect(attempt:shell(worker_script.fill(script, values)), "looking around")
   local facts = parse(answer.stdout:match("ciranda%-probe\n(.*)$") or "")
-  set_clock(attempt, facts, sent, wall())
+  set_clock(attempt, facts, sent, clock.wall())
   if #facts.held > 0 and mode == "take" then
     local problem = lease.error({ [attempt.worker] = facts.held })
     problem.held = facts.held

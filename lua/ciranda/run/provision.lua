@@ -4,10 +4,10 @@
 -- and try again in some minutes. That is done here, as often as the budget allows, and told each time; so it is for
 -- what was preempted, when that is asked for. No other end is tried again: quota is not freed and capacity not found
 -- by asking the same again.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local ledger = require("ciranda.run.ledger")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -101,7 +101,7 @@ end
 --- minutes first.
 ---@async
 ---@param reason any what a wait raised
----@param deadline number? no further try from then on (seconds of `uv.hrtime`)
+---@param deadline number? no further try from then on (seconds of `io.clock.now`)
 ---@return boolean whether it was asked again
 function Provision:again(reason, deadline)
   local options = self.options
@@ -114,7 +114,7 @@ function Provision:again(reason, deadline)
   end
   local of, pause = options.tries or M.TRIES, options.pause or M.PAUSE
   local slices = options.request.slices or 1
-  local left = self.tries < of and not (deadline and uv.hrtime() / 1e9 + pause >= deadline)
+  local left = self.tries < of and not (deadline and clock.now() + pause >= deadline)
   options.on_note(
     ("%s is FAILED and %d of its %d slices are up: deleting it with force%s"):format(
       tostring(self.queued_resource),
@@ -140,10 +140,10 @@ function Provision:wait(options)
   for name, value in pairs(options or {}) do
     wait[name] = value
   end
-  local deadline = wait.timeout and uv.hrtime() / 1e9 + wait.timeout
+  local deadline = wait.timeout and clock.now() + wait.timeout
   while true do
     if deadline then
-      wait.timeout = math.max(0.001, deadline - uv.hrtime() / 1e9)
+      wait.timeout = math.max(0.001, deadline - clock.now())
     end
     local ok, message, nodes = pcall(self.queued_resource.wait, self.queued_resource, "ACTIVE", wait)
     if ok then

@@ -1,6 +1,6 @@
 --- What the guard on a worker says of an attempt: the line of JSON in its answer, and how an exit record reads.
+local clock = require("ciranda.io.clock")
 local json = require("ciranda.io.json")
-local uv = require("luv")
 
 local M = {}
 
@@ -22,8 +22,7 @@ function M.outcome(attempt, record, why)
   local outcome = { worker = attempt.worker }
   if not record then
     outcome.lost = why or "there is no exit record"
-    local seconds, microseconds = uv.gettimeofday()
-    outcome.at = seconds + microseconds / 1e6 - (uv.hrtime() / 1e9 - attempt.last_contact)
+    outcome.at = clock.wall() - (clock.now() - attempt.last_contact)
     return outcome
   end
   local leader = type(record.leader) == "table" and record.leader or {}

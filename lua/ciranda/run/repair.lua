@@ -4,13 +4,13 @@
 -- A slice that is repaired comes back with other addresses and other host keys, and the service then restarts its
 -- neighbours; so nothing that was known of a machine holds. The API is asked, and every machine must let us in, before
 -- another attempt is staged.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local fleets = require("ciranda.fleet")
 local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local node_provider = require("ciranda.provider.node")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -73,7 +73,7 @@ end
 ---@return { node: table, index: integer }[]
 local function wait_for_nodes(tpu, options, left)
   local cloud = options.cloud
-  local began, told = uv.hrtime() / 1e9, {}
+  local began, told = clock.now(), {}
   local function tell(about, text)
     if told[about] ~= text then
       told[about] = text
@@ -111,7 +111,7 @@ local function wait_for_nodes(tpu, options, left)
     local why
     local found = task.map(cloud.nodes, function(known)
       local node = nodes(known.name)
-      why = why or unsettled(node, uv.hrtime() / 1e9 - began < PENDING)
+      why = why or unsettled(node, clock.now() - began < PENDING)
       return { node = node, index = known.index }
     end, 16)
     if not why then
@@ -136,9 +136,9 @@ function M.renew(options)
   local cloud = options.cloud
   local tpu = options.tpu
     or require("ciranda.gcp.tpu").connect({ project = cloud.project, zone = cloud.zone })
-  local deadline = uv.hrtime() / 1e9 + (options.timeout or M.TIMEOUT)
+  local deadline = clock.now() + (options.timeout or M.TIMEOUT)
   local function left()
-    return deadline - uv.hrtime() / 1e9
+    return deadline - clock.now()
   end
   while true do
     local slices = node_provider.with_pins(tpu, wait_for_nodes(tpu, options, left))

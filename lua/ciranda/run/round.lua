@@ -4,6 +4,7 @@
 -- the verdict.
 local attempt = require("ciranda.run.attempt")
 local cause = require("ciranda.run.cause")
+local clock = require("ciranda.io.clock")
 local ending = require("ciranda.run.ending")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
@@ -16,7 +17,6 @@ local output = require("ciranda.run.output")
 local steps = require("ciranda.run.steps")
 local stopping = require("ciranda.run.stopping")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -152,7 +152,7 @@ end
 function Round:status_line(gang)
   if not gang.started then
     -- Called at every step of every worker: the others are looked at only when there may be something to say.
-    local now = uv.hrtime() / 1e9
+    local now = clock.now()
     local due = now - (self.status_at or 0) >= STATUS_EVERY
     local staged = 0
     for _, member in ipairs(gang.members) do
@@ -246,8 +246,7 @@ function Round:obey(gang, notice, finished)
     -- The platform sends its own SIGTERM; ours comes only after it, for a framework that takes one.
     pcall(task.timeout, PLATFORM_FIRST, finished.wait, finished)
   end
-  local seconds, microseconds = uv.gettimeofday()
-  local passed = math.max(0, seconds + microseconds / 1e6 - notice.at)
+  local passed = math.max(0, clock.wall() - notice.at)
   local grace = math.max(1, notices.GRACE[notice.cause] - passed)
   self:say("TERM to every worker, KILL after %.0f s", grace)
   gang:stop(grace, notice.text)

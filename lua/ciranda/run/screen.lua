@@ -1,8 +1,8 @@
 --- Many workers' output on one of this program's streams: prefixed lines, equal ones folded, or one worker's bytes as
 --- they are. Nobody's slow terminal holds up the loop: whoever feeds waits instead, and so does the command behind it.
+local clock = require("ciranda.io.clock")
 local output = require("ciranda.run.output")
 local task = require("ciranda.task")
-local uv = require("luv")
 local view = require("ciranda.fleet.view")
 
 local M = {}
@@ -40,9 +40,7 @@ function M.new(descriptor)
       table.insert(screen.ready, text)
       screen.waiting = screen.waiting + #text
     end,
-    clock = function()
-      return uv.hrtime() / 1e9
-    end,
+    clock = clock.now,
   })
   return screen
 end

@@ -2,8 +2,8 @@
 --
 -- Logs are read as they come, so that the end can say what was lost; the disk decides what was saved.
 local checkpoint = require("ciranda.run.checkpoint")
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
-local uv = require("luv")
 
 local M = {}
 
@@ -107,8 +107,7 @@ function Steps:tell_loss(listing, step)
   local at = step and checkpoint.time_of(listing, step)
   local pieces = {}
   if at then
-    local seconds, microseconds = uv.gettimeofday()
-    pieces[1] = ("saved %s ago"):format(age(math.max(0, seconds + microseconds / 1e6 - at)))
+    pieces[1] = ("saved %s ago"):format(age(math.max(0, clock.wall() - at)))
   end
   local lost = self.last_step and math.max(0, self.last_step - (step or -1))
   if lost and lost > 0 and self.step_time and self.options.chips then

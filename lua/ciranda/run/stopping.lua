@@ -1,8 +1,8 @@
 --- A stop that is under way: how its runner shows it, and how it leaves in its midst.
+local clock = require("ciranda.io.clock")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -26,7 +26,7 @@ local function state(round, gang)
     }
   end
   local word = (round.stopping or round.notice) and "Saving" or "Stopping"
-  return report.stop_state(word, rows, uv.hrtime() / 1e9 - gang.stopping.at)
+  return report.stop_state(word, rows, clock.now() - gang.stopping.at)
 end
 
 --- Shows how far a stop is, workers of one state together: every second, for hundreds of workers change in one moment,

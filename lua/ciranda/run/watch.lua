@@ -3,9 +3,9 @@
 -- What one member's end means for the others is decided here: the first failure stops them, and is named when those
 -- that failed with it have had the time to say so.
 local cause = require("ciranda.run.cause")
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -225,7 +225,7 @@ function Watch:look_for_gone()
   local since = {}
   while true do
     task.sleep(LOOK_FOR_GONE)
-    local now = uv.hrtime() / 1e9
+    local now = clock.now()
     for member in pairs(self.followers) do
       if member.outcome or member.attempt.link:connected() then
         since[member] = nil
@@ -294,7 +294,7 @@ function M.until_ended(gang)
   local first_seen, told, deadline
   while true do
     local outcomes, running = self:outcomes()
-    local now = uv.hrtime() / 1e9
+    local now = clock.now()
     local verdict = cause.first(outcomes)
     if verdict.first and not first_seen then
       first_seen = now
