@@ -26,25 +26,7 @@ local function rules_of_fixture()
   return rules
 end
 
-local CRC = {}
-for byte = 0, 255 do
-  local value = byte
-  for _ = 1, 8 do
-    value = value & 1 == 1 and (value >> 1) ~ 0xEDB88320 or value >> 1
-  end
-  CRC[byte] = value
-end
-
---- CRC-32 of the ids as little-endian 32-bit integers.
-local function crc(ids)
-  local value = 0xFFFFFFFF
-  for _, id in ipairs(ids) do
-    for shift = 0, 24, 8 do
-      value = CRC[(value ~ (id >> shift)) & 0xFF] ~ (value >> 8)
-    end
-  end
-  return ("%08x"):format(value ~ 0xFFFFFFFF)
-end
+local crc = dofile("tests/fixtures/crc32.lua")
 
 local function flatten(value, out)
   if type(value) == "table" then

@@ -16,24 +16,7 @@ local function numbers(text)
   return out
 end
 
-local CRC = {}
-for byte = 0, 255 do
-  local value = byte
-  for _ = 1, 8 do
-    value = value & 1 == 1 and (value >> 1) ~ 0xEDB88320 or value >> 1
-  end
-  CRC[byte] = value
-end
-
-local function crc(list)
-  local value = 0xFFFFFFFF
-  for _, id in ipairs(list) do
-    for shift = 0, 24, 8 do
-      value = CRC[(value ~ (id >> shift)) & 0xFF] ~ (value >> 8)
-    end
-  end
-  return ("%08x"):format(value ~ 0xFFFFFFFF)
-end
+local crc = dofile("tests/fixtures/crc32.lua")
 
 -- Kind, topology, shape, ids or CRC-32, options, devices a chip.
 local SPLIT = { allow_split_physical_axes = true }

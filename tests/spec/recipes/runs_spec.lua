@@ -2,6 +2,7 @@
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local journals = require("ciranda.run.journal")
+local environment = dofile("tests/fixtures/environment.lua")
 local support = dofile("tests/spec/recipes/support.lua")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -239,8 +240,7 @@ describe("runs, logs and stop", function()
   end)
 
   it("breathes while it holds a journal", function()
-    local before = uv.os_getenv("XDG_STATE_HOME")
-    uv.os_setenv("XDG_STATE_HOME", place.root .. "/state")
+    local _ <close> = environment.set({ XDG_STATE_HOME = place.root .. "/state" })
     local breath = journals.BREATH
     journals.BREATH = 0.05
     -- A breath takes its time: one that has begun may come after the end of the journal.
@@ -272,11 +272,6 @@ describe("runs, logs and stop", function()
     task.sleep(0.2)
     local after = journals.breath("breathing")
     journals.BREATH = breath
-    if before then
-      uv.os_setenv("XDG_STATE_HOME", before)
-    else
-      uv.os_unsetenv("XDG_STATE_HOME")
-    end
     assert.is_true(ok, tostring(problem))
     assert.equal(1000, after)
   end)

@@ -5,6 +5,7 @@ local launch = require("ciranda.run.launch")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local environment = dofile("tests/fixtures/environment.lua")
 local machines_of = dofile("tests/fixtures/fleet/machines.lua")
 local patience = dofile("tests/fixtures/patience.lua")
 local TRAINER = uv.cwd() .. "/tests/fixtures/trainer/train.py"
@@ -23,9 +24,7 @@ describe("run.drill", function()
 
   before_each(function()
     root = uv.fs_mkdtemp("/tmp/drill-XXXXXX")
-    saved = { XDG_STATE_HOME = os.getenv("XDG_STATE_HOME") or false, TMPDIR = os.getenv("TMPDIR") or false }
-    uv.os_setenv("XDG_STATE_HOME", root .. "/state")
-    uv.os_setenv("TMPDIR", root)
+    saved = environment.set({ XDG_STATE_HOME = root .. "/state", TMPDIR = root })
     said, number, machines = {}, 0, {}
   end)
 
@@ -46,13 +45,7 @@ describe("run.drill", function()
 
   after_each(function()
     end_machines()
-    for name, value in pairs(saved) do
-      if value then
-        uv.os_setenv(name, value)
-      else
-        uv.os_unsetenv(name)
-      end
-    end
+    saved:back()
     os.execute(("rm -rf '%s'"):format(root))
   end)
 
@@ -282,12 +275,12 @@ describe("run.drill", function()
   end)
 
   it("starts the command with all that the run had, and only once", function()
-    local restarts, environment = { user = 3, infra = 1 }, { OF_MINE = "x" }
+    local restarts, given = { user = 3, infra = 1 }, { OF_MINE = "x" }
     local staging = { kill = "mine", strict_fingerprint = true }
     local verdict, run = with_job({
       slices = 1,
       restarts = restarts,
-      environment = environment,
+      environment = given,
       staging = staging,
       runner_leaves = true,
       prefix = '[ "$OF_MINE" = x ] && mkdir first || exit 9; ',
@@ -296,7 +289,7 @@ describe("run.drill", function()
     local attempts = journal.read(run).attempts
     assert.equal(2, #attempts)
     local last = attempts[2]
-    assert.same({ restarts, environment, staging }, { last.restarts, last.environment, last.staging })
+    assert.same({ restarts, given, staging }, { last.restarts, last.environment, last.staging })
   end)
 
   it("leaves what it has started again also when its time is over before a worker is staged", function()

@@ -4,6 +4,8 @@ local json = require("ciranda.io.json")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local environment = dofile("tests/fixtures/environment.lua")
+
 --- Runs inside a task whether the test runner itself is one or not.
 local function in_task(fn)
   return function()
@@ -18,17 +20,12 @@ describe("run.journal", function()
   local saved, directory
 
   before_each(function()
-    saved = os.getenv("XDG_STATE_HOME")
     directory = uv.fs_mkdtemp("/tmp/journal-XXXXXX")
-    uv.os_setenv("XDG_STATE_HOME", directory)
+    saved = environment.set({ XDG_STATE_HOME = directory })
   end)
 
   after_each(function()
-    if saved then
-      uv.os_setenv("XDG_STATE_HOME", saved)
-    else
-      uv.os_unsetenv("XDG_STATE_HOME")
-    end
+    saved:back()
     os.execute(("rm -rf '%s'"):format(directory))
   end)
 

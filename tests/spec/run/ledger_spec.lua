@@ -3,21 +3,18 @@ local journals = require("ciranda.run.journal")
 local ledger = require("ciranda.run.ledger")
 local uv = require("luv")
 
+local environment = dofile("tests/fixtures/environment.lua")
+
 describe("run.ledger", function()
   local saved, directory
 
   before_each(function()
-    saved = os.getenv("XDG_STATE_HOME")
     directory = uv.fs_mkdtemp("/tmp/ledger-XXXXXX")
-    uv.os_setenv("XDG_STATE_HOME", directory)
+    saved = environment.set({ XDG_STATE_HOME = directory })
   end)
 
   after_each(function()
-    if saved then
-      uv.os_setenv("XDG_STATE_HOME", saved)
-    else
-      uv.os_unsetenv("XDG_STATE_HOME")
-    end
+    saved:back()
     os.execute(("rm -rf '%s'"):format(directory))
   end)
 

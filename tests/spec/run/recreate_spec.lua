@@ -5,7 +5,8 @@ local fs = require("ciranda.io.fs")
 local journals = require("ciranda.run.journal")
 local recreate = require("ciranda.run.recreate")
 local tpus = require("ciranda.gcp.tpu")
-local uv = require("luv")
+
+local environment = dofile("tests/fixtures/environment.lua")
 
 describe("run.recreate", function()
   local root, saved, journal, cloud, log, said
@@ -105,8 +106,7 @@ describe("run.recreate", function()
 
   before_each(function()
     root = fs.tempdir("ciranda-recreate")
-    saved = os.getenv("XDG_STATE_HOME") or false
-    uv.os_setenv("XDG_STATE_HOME", root)
+    saved = environment.set({ XDG_STATE_HOME = root })
     cloud = {
       project = "p",
       zone = "z",
@@ -119,11 +119,7 @@ describe("run.recreate", function()
 
   after_each(function()
     journal:close()
-    if saved then
-      uv.os_setenv("XDG_STATE_HOME", saved)
-    else
-      uv.os_unsetenv("XDG_STATE_HOME")
-    end
+    saved:back()
     fs.remove_tree(root)
   end)
 

@@ -2,6 +2,7 @@ local journals = require("ciranda.run.journal")
 local setup = require("ciranda.run.setup")
 local task = require("ciranda.task")
 
+local environment = dofile("tests/fixtures/environment.lua")
 local gangs = dofile("tests/fixtures/fleet/gangs.lua")
 local patience = dofile("tests/fixtures/patience.lua")
 
@@ -153,19 +154,12 @@ describe("run.setup", function()
 
   it("brings the log home", function()
     place = gangs.place(1, 1)
-    local old = os.getenv("XDG_STATE_HOME")
-    local uv = require("luv")
-    uv.os_setenv("XDG_STATE_HOME", place.root)
+    local _ <close> = environment.set({ XDG_STATE_HOME = place.root })
     local journal <close> = journals.open("r1")
     gang("printf 'a\\n\\000b'", { journal = journal }):stage()
     local file =
       assert(io.open(setup.log_path(journal.directory .. "/0001-abcdef", place.slices[1].workers[1])))
     assert.equal("a\n\0b", file:read("a"))
     file:close()
-    if old then
-      uv.os_setenv("XDG_STATE_HOME", old)
-    else
-      uv.os_unsetenv("XDG_STATE_HOME")
-    end
   end)
 end)

@@ -1,8 +1,8 @@
 local config = require("ciranda.ssh.config")
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
-local uv = require("luv")
 
+local environment = dofile("tests/fixtures/environment.lua")
 local support = dofile("tests/spec/ssh/support.lua")
 local fails = support.fails
 
@@ -119,15 +119,12 @@ describe("ssh_config", function()
   end)
 
   it("collects the variables to send", function()
-    uv.os_setenv("CIRANDA_SPEC_A", "1")
-    uv.os_setenv("CIRANDA_SPEC_B", "2")
+    local _ <close> = environment.set({ CIRANDA_SPEC_A = "1", CIRANDA_SPEC_B = "2" })
     local found = resolve('SetEnv X="a b" Y=z\nSendEnv CIRANDA_SPEC_* -CIRANDA_SPEC_B*\n', "x")
     local pairs_found = {}
     for _, pair in ipairs(found.send_env) do
       pairs_found[pair[1]] = pair[2]
     end
-    uv.os_unsetenv("CIRANDA_SPEC_A")
-    uv.os_unsetenv("CIRANDA_SPEC_B")
     assert.are.same({ X = "a b", Y = "z", CIRANDA_SPEC_A = "1", CIRANDA_SPEC_B = "2" }, pairs_found)
   end)
 
