@@ -340,12 +340,13 @@ end
 
 -- End when the keeper has gone, which shows in several ways, or says so. Once: the signal of a parent's death comes
 -- for each thread of it that ends, and a second request must not cut the clean-up short. An impatient keeper kills.
-local function end_with_keeper()
+---@param simulation ciranda.Task
+local function end_with_keeper(simulation)
   local ending = false
   local function stop()
     if not ending then
       ending = true
-      task.cancel_root("the keeper has gone")
+      simulation:cancel("the keeper has gone")
     end
     return true
   end
@@ -369,25 +370,32 @@ end
 function M.main(text, parent)
   local keeper_pid = tonumber(parent)
   engine.on_blocked(nil) -- a busy machine is no news to whoever watches a simulated cloud
-  end_with_keeper()
-  if keeper.die_with_parent(uv.constants.SIGTERM) ~= keeper_pid then
-    return 1
-  end
   local settings = json.decode(text)
   for name, value in pairs(DEFAULTS) do
     if settings[name] == nil then
       settings[name] = value
     end
   end
-  local ok, err = pcall(run, settings)
+  -- A task of its own is cancelled, so that what comes after it takes as long as it has to.
+  local scope <close> = task.scope()
+  local simulation = scope:spawn("the simulation", pcall, run, settings)
+  end_with_keeper(simulation)
+  if keeper.die_with_parent(uv.constants.SIGTERM) ~= keeper_pid then
+    simulation:cancel("the keeper has gone")
+  end
+  local ended, ok, err = pcall(simulation.wait, simulation)
+  if not ended then
+    ok, err = false, ok
+  end
   if not ok and not errors.is(err, "cancelled") then
     if ready then
       report("%s", errors.text(err))
     end
     say({ error = errors.text(err), code = errors.is(err) and err.code or nil })
   end
-  if uv.os_getppid() ~= keeper_pid and not settings.keep_directory then
-    disk.remove(settings.directory) -- who would have done it is not there any more
+  -- The keeper does it too, if it lives; while one dies, thread by thread, nobody can tell.
+  if not settings.keep_directory then
+    disk.remove(settings.directory)
   end
   return ok and 0 or 1
 end

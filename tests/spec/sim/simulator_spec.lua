@@ -329,6 +329,20 @@ describe("a simulator", function()
     end)
   end
 
+  it("takes its disk away when its keeper was killed, however long that takes", function()
+    local bin = fs.tempdir("ciranda-spec-")
+    local slow = ('#!/bin/sh\nsleep %g\nPATH=${PATH#*:} exec rm "$@"\n'):format(task.grace() + 1)
+    fs.write(bin .. "/rm", slow, { mode = 493 })
+    local path = os.getenv("PATH")
+    uv.os_setenv("PATH", bin .. ":" .. path)
+    -- It has nothing to end, and may be faster than its keeper is at dying.
+    local simulator <close> = sim.start({ isolation = "none" })
+    uv.os_setenv("PATH", path)
+    uv.kill(simulator.process.pid, "sigkill")
+    assert_gone({}, simulator.directory)
+    fs.remove_tree(bin)
+  end)
+
   it("does not meet another one", function()
     local first <close> = sim.start()
     local second <close> = sim.start()
