@@ -4,9 +4,11 @@
  */
 #include "host.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 /* The directory given with --lua-dir (before the first word that is no option) or CIRANDA_LUA_DIR;
  * else NULL. */
@@ -37,7 +39,19 @@ static void raise_descriptor_limit(void) {
   setrlimit(RLIMIT_NOFILE, &limit);
 }
 
+/* Who starts us may have closed standard streams. What is opened first would take their place:
+ * prints would reach a socket, and libuv aborts when it is to close such a descriptor. */
+static void open_standard_streams(void) {
+  int fd;
+  do
+    fd = open("/dev/null", O_RDWR);
+  while (fd >= 0 && fd <= STDERR_FILENO);
+  if (fd > STDERR_FILENO)
+    close(fd);
+}
+
 int main(int argc, char **argv) {
+  open_standard_streams();
   /* Name look-ups share libuv's pool; its default of 4 threads lets a few dead names hold up the
    * rest. */
   setenv("UV_THREADPOOL_SIZE", "16", 0);

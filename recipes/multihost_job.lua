@@ -1,4 +1,5 @@
 --- multihost_job: asks for slices that run a command by themselves, as MaxText's script of that name does.
+local account = require("ciranda.io.account")
 local attempt = require("ciranda.run.attempt")
 local bundle = require("ciranda.run.bundle")
 local checkpoint_flags = require("ciranda.run.checkpoint_flags")
@@ -11,7 +12,6 @@ local journals = require("ciranda.run.journal")
 local ledger = require("ciranda.run.ledger")
 local provisions = require("ciranda.run.provision")
 local topology = require("ciranda.mesh.topology")
-local uv = require("luv")
 
 local M = {
   summary = "ask for TPU slices whose start-up script runs a command, and return",
@@ -75,13 +75,7 @@ table.move(bundle.flags, 1, #bundle.flags, #M.flags + 1, M.flags)
 ---@return string
 function M.run_name(context)
   local given = context.flags.RUN_NAME
-  local name = job.legal_name(
-    given
-      or ("%s-%s"):format(
-        os.getenv("USER") or os.getenv("LOGNAME") or uv.os_get_passwd().username,
-        os.date("%Y-%m-%d-%H-%M-%S")
-      )
-  )
+  local name = job.legal_name(given or ("%s-%s"):format(account.user(), os.date("%Y-%m-%d-%H-%M-%S")))
   if given and given ~= name then
     context.progress:say("RUN_NAME %s is no name for a queued resource: it is %s", given, name)
   end

@@ -4,7 +4,6 @@ local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local shell = require("ciranda.io.shell")
 local sim = require("ciranda.sim")
-local uv = require("luv")
 
 local M = {
   summary = "run the simulated cloud in the foreground, for any client",
@@ -172,7 +171,7 @@ local function ssh_keys(text)
     if not key or key:find("PRIVATE KEY", 1, true) then
       errors.raise({ code = "usage", message = ("--ssh-key: %s is no public key"):format(path) })
     end
-    lines[#lines + 1] = ("%s:%s"):format(user or uv.os_get_passwd().username, key)
+    lines[#lines + 1] = ("%s:%s"):format(user or require("ciranda.io.account").user(), key)
   end
   return table.concat(lines, "\n")
 end

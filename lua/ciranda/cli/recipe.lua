@@ -190,6 +190,20 @@ local function own_flag(recipe, name)
   return name
 end
 
+--- What was printed must be there: a list that a full disk has cut looks like a short one. A recipe with a verdict of
+--- its own keeps it.
+---@param judged boolean
+local function check_output(judged)
+  local lost = require("ciranda.io.stdio").lost()
+  if lost then
+    local message = ("what was printed is not all there: standard output: %s"):format(lost)
+    if not judged then
+      errors.raise { code = "io", message = message }
+    end
+    io.stderr:write("ciranda: ", message, "\n")
+  end
+end
+
 --- Runs a recipe from its command line.
 ---@param command ciranda.cli.Command
 ---@return integer status
@@ -200,6 +214,7 @@ function M.main(command)
     local values, given = flags.parse(command.name, recipe, command.args)
     if values.help then
       io.write(flags.help(command.name, recipe), "\n")
+      check_output(false)
       return 0
     end
     require("ciranda.cli.prompt").install()
@@ -223,6 +238,7 @@ function M.main(command)
       status.message = status.message:gsub("%-%-" .. status.flag, "--" .. own_flag(recipe, status.flag))
     end
     if ok then
+      check_output(result ~= nil or (status or 0) ~= 0)
       result = result or { kind = (status or 0) == 0 and "done" or "failed" }
       result.status = status or result.status or 0
       announce(context, result)

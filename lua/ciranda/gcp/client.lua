@@ -118,7 +118,13 @@ end
 
 --- One attempt: the answer, or nil and the error.
 local function attempt(self, call, idempotent, timeout, receiver)
-  local headers, token = self.credentials:headers()
+  local found, headers, token = pcall(self.credentials.headers, self.credentials)
+  if not found then
+    if errors.is(headers) then
+      headers.unsent = true
+    end
+    return nil, headers
+  end
   headers["User-Agent"] = "ciranda/" .. engine.version
   for name, value in pairs(call.headers or {}) do
     headers[name] = value
@@ -155,6 +161,9 @@ end
 
 --- Whether a failed attempt may be followed by another.
 local function may_repeat(err, idempotent)
+  if err.unsent then -- there was no token to send it with
+    return RETRIED_CODES[err.code] or err.code == "unavailable"
+  end
   if err.http_status then
     if err.code == "quota" or err.code == "stockout" then
       return false -- waiting some seconds does not make more

@@ -86,7 +86,7 @@ end
 ---@param context ciranda.gcp.KindContext
 ---@return table answer
 local function exchange(address, request, context)
-  local word, text
+  local word, text, passing
   for attempt = 1, TRIES do
     if attempt > 1 then
       task.sleep(2 ^ (attempt - 2) * (0.9 + math.random() * 0.2))
@@ -105,7 +105,8 @@ local function exchange(address, request, context)
       if answer then
         return answer
       end
-      if not RETRIED[response.status] and not RETRIED_ERRORS[word] then
+      passing = RETRIED[response.status] or RETRIED_ERRORS[word]
+      if not passing then
         break
       end
     elseif errors.is(response, "cancelled", "misuse") or attempt == TRIES then
@@ -121,7 +122,7 @@ local function exchange(address, request, context)
     )
   end
   return fail(
-    RETRIED_ERRORS[word] and "unavailable" or "auth",
+    passing and "unavailable" or "auth",
     context,
     "no token from %s: %s %s",
     url.shown(address),

@@ -230,6 +230,9 @@ function find.metadata_server(context)
     project = ok and project or nil,
     fetch = function()
       local answer = server:token()
+      if type(answer) ~= "table" or type(answer.access_token) ~= "string" then
+        errors.raise { code = "auth", op = "credentials", message = context.where .. " gives no access token" }
+      end
       log.secret(answer.access_token)
       return answer.access_token, context.now() + (tonumber(answer.expires_in) or 0)
     end,

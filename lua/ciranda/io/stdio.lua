@@ -404,13 +404,34 @@ function M.read(...)
   return stock.read(...)
 end
 
+-- Why standard output did not take something.
+local lost
+
+-- Nobody reads any more (`| head`), which is no failure. The number is Linux's.
+local EPIPE = 32
+
+local function noted(file, message, errno)
+  if not file and errno ~= EPIPE then
+    lost = lost or message
+  end
+  return file, message, errno
+end
+
+--- Why something that was written to standard output has not arrived, such as a full disk; nil when all has, and when
+--- nobody reads it. Whoever prints in small pieces hears of it only when the last are on their way.
+---@return string?
+function M.lost()
+  noted(io.stdout:flush())
+  return lost
+end
+
 --- io.write.
 ---@async
 function M.write(...)
   if default.output then
     return default.output:write(...)
   end
-  return stock.write(...)
+  return noted(stock.write(...))
 end
 
 --- io.lines.

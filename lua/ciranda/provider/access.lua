@@ -2,11 +2,11 @@
 --
 -- A key may be let in by the project's metadata, by a node's, or by OS Login; which one holds is known only when one
 -- has knocked. So one worker is tried first, and only when it refuses the key is it added to the nodes.
+local accounts = require("ciranda.io.account")
 local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
-local uv = require("luv")
 
 local M = {}
 
@@ -20,7 +20,7 @@ local PAUSE = 2
 function M.user(given)
   local user = given or os.getenv("CIRANDA_SSH_USER")
   if not user or user == "" then
-    user = os.getenv("USER") or os.getenv("LOGNAME") or uv.os_get_passwd().username
+    user = accounts.user()
   end
   return user
 end

@@ -5,6 +5,7 @@
 --- patterns and negation, `Include` with wildcards, quotes, comments, the tokens of each keyword. Keywords that concern
 --- other things (forwarding, multiplexing, terminals, algorithms) are left alone.
 
+local account = require("ciranda.io.account")
 local crypto = require("ciranda.io.crypto")
 local errors = require("ciranda.io.error")
 local files = require("ciranda.ssh.config_file")
@@ -142,7 +143,7 @@ local user_name
 
 --- The one who runs this: looked up once, since it is asked for with every host.
 local function local_user()
-  user_name = user_name or uv.os_get_passwd().username
+  user_name = user_name or account.login_name() or account.user()
   return user_name
 end
 
@@ -185,7 +186,7 @@ local TOKENS = {
     return tokens.l:match("^[^.]*")
   end,
   u = local_user,
-  d = uv.os_homedir,
+  d = account.home,
   i = function()
     return tostring(uv.getuid())
   end,
@@ -444,7 +445,7 @@ end
 ---@param options { file: string|false|nil, user: string?, port: integer?, exec: boolean? } exec: `Match exec` counts
 ---@return table
 function M.evaluate(host, options)
-  local home = uv.os_homedir()
+  local home = account.home()
   local places = { { home .. "/.ssh/config", home .. "/.ssh" }, { "/etc/ssh/ssh_config", "/etc/ssh" } }
   if options.file == false then
     places = {}

@@ -1,10 +1,10 @@
 --- ssh_config files: their lines, and the files that a pattern means. See ciranda.ssh.config.
 
+local account = require("ciranda.io.account")
 local errors = require("ciranda.io.error")
 local file_cache = require("ciranda.ssh.file_cache")
 local fs = require("ciranda.io.fs")
 local known_hosts = require("ciranda.ssh.known_hosts")
-local uv = require("luv")
 
 local M = {}
 
@@ -141,7 +141,7 @@ end
 ---@param path string
 ---@return string
 function M.home(path)
-  return path:sub(1, 2) == "~/" and uv.os_homedir() .. path:sub(2) or path
+  return path:sub(1, 2) == "~/" and account.home() .. path:sub(2) or path
 end
 
 return M

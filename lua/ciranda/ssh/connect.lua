@@ -3,6 +3,7 @@
 --- Every phase (resolve, connect, banner, key exchange, authentication) has a deadline of its own, whose clock starts
 --- when the phase starts. Every error names the phase, the host and what to do.
 
+local account = require("ciranda.io.account")
 local config = require("ciranda.ssh.config")
 local connections = require("ciranda.ssh.connection")
 local core = require("ciranda.core.ssh")
@@ -203,7 +204,7 @@ local function settle(options)
     host = options.host,
     address = options.address or found.hostname or options.host,
     port = choose_port(options, found),
-    user = user or found.user or os.getenv("USER") or uv.os_get_passwd().username,
+    user = user or found.user or account.user(),
     alias = options.host_key_alias or found.host_key_alias,
     name = options.address and options.host or found.hostname or options.host,
     policy = policy,

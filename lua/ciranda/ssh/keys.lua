@@ -3,6 +3,7 @@
 --- A key file is parsed once and serves every session; a passphrase is asked for once. What a key file holds never
 --- enters Lua: the engine reads it on the thread pool and wipes its copies.
 
+local account = require("ciranda.io.account")
 local certificates = require("ciranda.ssh.certificates")
 local core = require("ciranda.core.ssh")
 local errors = require("ciranda.io.error")
@@ -45,7 +46,7 @@ end
 ---@return string
 function M.expand(path)
   if path == "~" or path:sub(1, 2) == "~/" then
-    return uv.os_homedir() .. path:sub(2)
+    return account.home() .. path:sub(2)
   end
   return path
 end
@@ -221,7 +222,7 @@ end
 function M.default_files()
   local found = {}
   for _, name in ipairs({ "google_compute_engine", "id_ed25519", "id_ecdsa", "id_rsa" }) do
-    local path = ("%s/.ssh/%s"):format(uv.os_homedir(), name)
+    local path = ("%s/.ssh/%s"):format(account.home(), name)
     if fs.exists(path) == "file" then
       found[#found + 1] = path
     end
@@ -244,7 +245,7 @@ function M.ensure(path)
   return making:with(function()
     if not fs.exists(path) then
       fs.mkdir_p(fs.dirname(path), tonumber("700", 8))
-      local user = os.getenv("USER") or os.getenv("LOGNAME") or uv.os_get_passwd().username
+      local user = account.user()
       -- It asks before it overwrites, and reads its answer from a standard input that has none.
       process
         .run({ "ssh-keygen", "-q", "-t", "rsa", "-b", "3072", "-N", "", "-C", user, "-f", path, timeout = 60 })

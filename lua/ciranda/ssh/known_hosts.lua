@@ -4,10 +4,10 @@
 --- the files and the caller say) and `@cert-authority` (host certificates are not supported, which is said when
 --- nothing else vouches for the host). Nothing here asks or decides: `ciranda.ssh.hostkey` does.
 
+local account = require("ciranda.io.account")
 local crypto = require("ciranda.io.crypto")
 local file_cache = require("ciranda.ssh.file_cache")
 local fs = require("ciranda.io.fs")
-local uv = require("luv")
 
 local M = {}
 
@@ -252,7 +252,7 @@ end
 --- The files that OpenSSH reads when nothing else is said.
 ---@return string[]
 function M.default_files()
-  local home = uv.os_homedir()
+  local home = account.home()
   return {
     home .. "/.ssh/known_hosts",
     home .. "/.ssh/known_hosts2",

@@ -37,6 +37,31 @@ describe("the command line", function()
     return process.run { BINARY, timeout = 100, ... }
   end
 
+  it("does not take for printed what a full disk has lost", function()
+    local function into(target, ...)
+      return process.run {
+        "sh",
+        "-c",
+        '{ "$0" "$@"; echo "status $?" >&2; } ' .. target,
+        BINARY,
+        timeout = 100,
+        ...,
+      }.stderr
+    end
+    local LOST = "what was printed is not all there: standard output: No space left on device\nstatus "
+    assert.matches(LOST .. "1\n", into(">/dev/full", "runs", "--help"), 1, true)
+    -- A verdict of its own stays.
+    fs.write(
+      directory .. "/judged.lua",
+      'return { run = function(context) io.write("x") context.finish { kind = "done" } end }'
+    )
+    local judged = into(">/dev/full", "run", directory .. "/judged.lua")
+    assert.matches("not all there", judged, 1, true)
+    assert.matches("status 0\n$", judged)
+    -- Nobody who reads is no failure.
+    assert.equal("status 0\n", into("| true", "runs", "--help"))
+  end)
+
   it("runs a recipe from a file, with modules beside it", function()
     local result = ciranda("run", directory .. "/mine.lua", "--STATUS=4")
     assert.equal("helped\t4\n", result.stdout)

@@ -46,6 +46,21 @@ describe("a script", function()
     end
   end)
 
+  it("works where standard streams are closed", function()
+    local path = directory .. "/closed.lua"
+    fs.write(path, 'print("printed")\nio.stderr:write("said\\n")\nos.exit(io.read() == nil and 3)')
+    for closed, wanted in pairs {
+      ["<&-"] = { "printed\n", "said\n" },
+      [">&-"] = { "", "said\n" },
+      ["2>&-"] = { "printed\n", "" },
+      ["<&- >&- 2>&-"] = { "", "" },
+    } do
+      local line = '{ "$0" "$1" ' .. closed .. "; } </dev/null; exit $?"
+      local result = process.run { "sh", "-c", line, BINARY, path, timeout = 20 }
+      assert.same({ wanted[1], wanted[2], 3 }, { result.stdout, result.stderr, result.code }, closed)
+    end
+  end)
+
   it("ends with 1 and a traceback when it raises", function()
     local result = run("local function inner() error('boom') end\ninner()")
     assert.equal(1, result.code)

@@ -213,6 +213,29 @@ describe("ciranda.gcp.client", function()
     assert.equal(2, credentials.rejected)
   end)
 
+  it("asks again for a token that cannot be had now, also for what is not repeated blindly", function()
+    support.with_server(answers { { json = {} } }, function(s, requests)
+      local credentials, asked = counted(), 0
+      local headers = credentials.headers
+      function credentials.headers()
+        asked = asked + 1
+        if asked < 3 then
+          errors.raise { code = asked == 1 and "unavailable" or "timeout", message = "no token now" }
+        end
+        return headers()
+      end
+      local client = support.client { credentials = credentials }
+      client:json { method = "POST", url = s.url, json = {} }
+      assert.same({ 3, 1 }, { asked, #requests })
+      function credentials.headers()
+        asked = asked + 1
+        errors.raise { code = "auth", message = "no token ever" }
+      end
+      fails("auth", client.json, client, { url = s.url })
+      assert.same({ 4, 1 }, { asked, #requests })
+    end)
+  end)
+
   it("says whose credentials were refused, and what helps with their kind", function()
     local function refused(kind, code, http_status, status)
       local credentials = setmetatable(counted(), {

@@ -144,6 +144,14 @@ describe("ciranda.gcp.credentials", function()
           assert.equal("token-1", find(directory, { CLOUDSDK_AUTH_TOKEN_HOST = s.url }):token())
           assert.equal(2, #requests)
         end)
+        -- An outage without OAuth's words is no refusal: whoever waits for a day goes on waiting.
+        support.with_server(function()
+          return { status = 503, body = "<html>" }
+        end, function(s, requests)
+          local found = find(directory, { CLOUDSDK_AUTH_TOKEN_HOST = s.url })
+          fails("unavailable", found.token, found)
+          assert.equal(3, #requests)
+        end)
         support.with_server(function()
           return {
             status = 400,
