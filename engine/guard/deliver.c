@@ -5,7 +5,6 @@
  * between: the delivery is noted in the shared state before the signal is sent.
  */
 #include "guard.h"
-#include <sys/syscall.h>
 
 /* Send a signal to exactly that process: a pid may have come to name another one. Returns 0 or an
  * errno. */

@@ -56,12 +56,11 @@ char *cir_read(const char *path, size_t *size) {
     return NULL;
   char *data = NULL;
   size_t used = 0, room = 0;
-  ssize_t got;
-  do {
+  ssize_t got = 1;
+  for (; got > 0; used += got > 0 ? (size_t)got : 0) {
     data = cir_room(data, used, &room, 1);
     got = read(file, data + used, room - used - 1);
-    used += got > 0 ? (size_t)got : 0;
-  } while (got > 0);
+  }
   int error = errno;
   close(file);
   data[used] = '\0';

@@ -60,8 +60,7 @@ int cir_follow(const cir_options *options) {
     if (lost && access("exit", F_OK) != 0)
       return cir_refuse(CIR_LOST, "the guard of %s is gone: `adopt` or `stop` it",
                         options->directory);
-    if (offset > before)
-      grew = cir_now();
+    grew = offset > before ? cir_now() : grew;
     if (options->idle >= 0 && cir_now() - grew >= options->idle)
       return CIR_IDLE;
     struct pollfd fds[] = {{STDOUT_FILENO, 0, 0}, {watch, POLLIN, 0}}; /* -1 is ignored */

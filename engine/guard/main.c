@@ -1,6 +1,5 @@
 /* main.c - ciranda-guard's command line. */
 #include "guard.h"
-#include <sys/syscall.h>
 
 static const char usage[] =
     "usage: ciranda-guard COMMAND DIR [OPTION VALUE]...\n"

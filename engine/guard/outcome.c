@@ -5,8 +5,6 @@
 #include "guard.h"
 #include <sys/ioctl.h>
 #include <sys/ptrace.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
 
 /* Linux 6.15: what a pidfd opened before the exit tells once somebody has waited for the process.
  */
@@ -80,8 +78,7 @@ static void note(cir_guard *guard, cir_target *target, cir_source source, int st
     target->status = status;
     target->source = source;
   }
-  if (target->ended_at == 0)
-    target->ended_at = cir_wall();
+  target->ended_at = target->ended_at ? target->ended_at : cir_wall();
 }
 
 /* Find out which targets have ended without being our children, and how. */

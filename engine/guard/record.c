@@ -5,7 +5,6 @@
  * A status is never invented: what is not known is null, and `source` says how the rest is known.
  */
 #include "guard.h"
-#include <sys/wait.h>
 
 #define TRUTH(value) ((value) ? "true" : "false")
 
@@ -23,8 +22,9 @@ static cir_source source_of(const cir_state *state, const cir_target *target) {
   return method == CIR_AUTO || method == target->source ? target->source : CIR_UNKNOWN;
 }
 
-/* A process and its end, without the closing brace. */
-static void add_process(cir_text *text, const cir_target *target, cir_source source) {
+/* A process and its end, and what follows: the closing brace, or nothing where more is to come. */
+static void add_process(cir_text *text, const cir_target *target, cir_source source,
+                        const char *then) {
   static const char *const sources[] = {"unknown", "wait", "pidfd", "ptrace"};
   cir_add(text, "{\"pid\":%d,\"exe\":", (int)target->pid);
   cir_add_string(text, target->exe);
@@ -35,17 +35,16 @@ static void add_process(cir_text *text, const cir_target *target, cir_source sou
     snprintf(code, sizeof code, "%d", WEXITSTATUS(target->status));
   cir_add(text, ",\"code\":%s,\"signal\":%s,\"source\":\"%s\"", code, number, sources[source]);
   add_time(text, "ended_at", target->ended_at);
+  cir_add(text, "%s", then);
 }
 
 /* Whether a signal arrived, and the closing brace of its process. */
 void cir_add_delivery(cir_text *text, int delivery) {
-  cir_add(text, ",\"delivery\":\"%s%s\"}",
-          delivery == 0  ? "delivered"
-          : delivery < 0 ? "uncertain: the guard was killed while it sent the signal"
-                         : "not delivered: ",
-          delivery == EPERM ? "EPERM"
-          : delivery > 0    ? strerror(delivery)
-                            : "");
+  const char *how = delivery == 0 ? "delivered" : "not delivered: ";
+  if (delivery < 0)
+    how = "uncertain: the guard was killed while it sent the signal";
+  const char *why = delivery == EPERM ? "EPERM" : strerror(delivery);
+  cir_add(text, ",\"delivery\":\"%s%s\"}", how, delivery > 0 ? why : "");
 }
 
 /* Everybody who was sent a TERM, the first wave first, as far as there is room. */
@@ -61,7 +60,7 @@ static void add_targets(const cir_state *state, cir_text *text) {
       if ((int)target->wave != wave || !room)
         continue;
       cir_add(text, "%s", comma);
-      add_process(text, target, source_of(state, target));
+      add_process(text, target, source_of(state, target), "");
       cir_add(text, ",\"signalled\":%s,\"wave\":%d", TRUTH(target->delivery == 0), wave);
       add_time(text, "signalled_at", target->signalled_at);
       cir_add_delivery(text, target->delivery);
@@ -102,10 +101,8 @@ void cir_describe(const cir_state *state, cir_text *text) {
   cir_add_string(text, state->boot_id);
   add_time(text, "started_at", state->started_at);
   cir_add(text, ",\"leader\":%s", state->count > 0 ? "" : "null");
-  if (state->count > 0) {
-    add_process(text, &state->targets[0], state->targets[0].source);
-    cir_add(text, "}");
-  }
+  if (state->count > 0)
+    add_process(text, &state->targets[0], state->targets[0].source, "}");
   cir_add(text, ",\"stopped\":%s,\"reason\":", TRUTH(state->stop_at != 0));
   cir_add_string(text, state->reason);
   add_time(text, "stopped_at", state->stop_at);
@@ -141,8 +138,7 @@ void cir_announce(cir_state *state) {
   if (state->announced || state->count == 0 || !state->targets[0].ended_at)
     return;
   state->announced = true;
-  add_process(&text, &state->targets[0], state->targets[0].source);
-  cir_add(&text, "}\n");
+  add_process(&text, &state->targets[0], state->targets[0].source, "}\n");
   if (cir_replace("leader.new", "leader", &text) != 0)
     unlink("leader.new");
 }

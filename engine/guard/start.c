@@ -7,7 +7,6 @@
  * the processes by their environment.
  */
 #include "guard.h"
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>

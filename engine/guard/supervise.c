@@ -3,9 +3,7 @@
  * one is killed.
  */
 #include "guard.h"
-#include <sys/file.h>
 #include <sys/signalfd.h>
-#include <sys/wait.h>
 
 #define BEAT 5000        /* ms between two signs of life */
 #define ADOPTED_BEAT 250 /* ms between two looks at processes that are nobody's children here */
@@ -92,8 +90,7 @@ int cir_guard_loop(cir_guard *guard) {
       step = now + (5 * took > least ? 5 * took : least);
     }
     int64_t next = state->asked && step < beat ? step : beat;
-    if (state->adopted && look < next)
-      next = look;
+    next = state->adopted && look < next ? look : next;
     int64_t rest = more ? 0 : next - cir_now();
     struct pollfd fds[] = {
         {guard->signals, POLLIN, 0}, {guard->wake, POLLIN, 0}, {guard->output, POLLIN, 0}};

@@ -47,7 +47,8 @@ both() {
   count "$@" python3 "$place/matrix.py" "$place/ciranda-guard" "$place/ciranda-guard-child"
 }
 
-lines=$(cat engine/guard/*.[ch] | grep -cvE '^[[:space:]]*(/?\*|$)')
+# A comment's line begins with a slash, or with an odd number of blanks before its star: `  *out = 1;` is code.
+lines=$(cat engine/guard/*.[ch] | grep -cvE '^(  )*( \*|/\*|$)')
 if [ "$lines" -lt 1500 ]; then
   echo "ok   $lines lines of code"
   passed=$((passed + 1))

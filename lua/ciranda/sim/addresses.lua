@@ -10,8 +10,9 @@ local uv = require("luv")
 
 local M = {}
 
--- The port by which a block is held. Nothing is said on it.
-M.CLAIM_PORT = 47131
+-- The port by which a block is held. Nothing is said on it. It is below those that the kernel gives to connections and
+-- to who listens on any: such a one, on all addresses, would hold every block.
+M.CLAIM_PORT = 31131
 
 -- 127.0/16 is everybody's, the first blocks are what people type by hand, the last is left alone.
 M.FIRST_BLOCK = 16
