@@ -9,6 +9,9 @@ local openssh = require("ciranda.run.openssh")
 local screens = require("ciranda.run.screen")
 local task = require("ciranda.task")
 
+--- Bytes of standard input that are taken: they are kept for all workers.
+local INPUT = 64 << 20
+
 local M = {
   summary = "run a command on workers, or open a session on one",
   description = "NAME is a queued resource, a node, or the prefix of nodes; --HOSTS needs none. Without --command a "
@@ -46,7 +49,7 @@ M.flags = {
     name = "stdin",
     type = "boolean",
     default = false,
-    help = "Send what standard input holds to every worker.",
+    help = "Send what standard input holds, 64 MiB at most, to every worker.",
   },
   { name = "timeout", type = "duration", help = "Longest time the command may take on a worker (none)." },
   {
@@ -156,7 +159,7 @@ local function run_command(context, fleet)
     kept[worker] = { stdout = {}, stderr = {} }
   end
   local mark = fan.mark()
-  local input = flags.stdin and io.read("a") or nil
+  local input = flags.stdin and require("ciranda.io.pipe").input(INPUT) or nil
   local done = fan.run({
     fleet = fleet,
     context = context,

@@ -71,6 +71,28 @@ local function part_name(path, resume)
     .. name
 end
 
+-- To open a pipe waits for somebody at its other end: over there for as long as the machine runs, here on a thread that
+-- others need.
+local REFUSED = { fifo = "a pipe", socket = "a socket" }
+
+--- Refuses what has no bytes of its own.
+---@param op string
+---@param path string
+---@param kind string? the type of what is there, nil where there is nothing
+local function check_kind(op, path, kind)
+  if REFUSED[kind] then
+    errors.raise({
+      code = "invalid",
+      op = op,
+      target = path,
+      message = ("%s is %s: it has no content that could be copied; copy from a file, or into one"):format(
+        path,
+        REFUSED[kind]
+      ),
+    })
+  end
+end
+
 -- Sources ----------------------------------------------------------------------------------------------------------
 
 --- A source is `{ size =, mode =, mtime =, read = fun(offset, size): string, close = fun() }`.
@@ -92,6 +114,7 @@ local function open_source(source)
       "connection:put: a path or { data = ... } is expected"
     )
   end
+  check_kind("ssh.put", source, fs.exists(source))
   local file = fs.open(source)
   local ok, stat = pcall(file.stat, file)
   if ok and stat.type == "directory" then
@@ -157,6 +180,9 @@ local function put_with(client, source, remote, options)
       end
     end,
   })
+  if options.direct then
+    check_kind("ssh.put", remote, client:exists(remote))
+  end
   local mode = options.mode or source.mode
   local offset = options.resume and kept_size(found(client.stat, client, path), source.size) or 0
   do
@@ -209,8 +235,8 @@ function M.put(connection, source, remote, options)
 end
 
 local function get_with(client, remote, target, options)
-  local file <close> = client:open(remote)
-  local stat = file:stat()
+  local stat = client:stat(remote)
+  check_kind("ssh.get", remote, stat.type)
   if stat.type == "directory" then
     errors.raise({
       code = "invalid",
@@ -219,6 +245,7 @@ local function get_with(client, remote, target, options)
       message = remote .. " is a directory: use get_tree",
     })
   end
+  local file <close> = client:open(remote)
   local size = stat.size or 0
   local done = 0
   local function report(bytes)
@@ -238,6 +265,9 @@ local function get_with(client, remote, target, options)
 
   if options.parents then
     fs.mkdir_p(fs.dirname(target))
+  end
+  if options.direct then
+    check_kind("ssh.get", target, fs.exists(target))
   end
   local path = options.direct and target or part_name(target, options.resume)
   local complete = false

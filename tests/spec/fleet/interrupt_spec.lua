@@ -118,12 +118,20 @@ describe("Ctrl-C at a terminal", function()
   end)
 
   it("during scp", function()
-    -- Nobody writes into what is read.
+    -- A file that takes seconds, though it is all hole.
     local name = "interrupt-" .. uv.os_getpid()
     for _, server in pairs(place and place.servers or {}) do
-      process.run({ "mkfifo", "-m", "666", server.home .. "/" .. name }):check()
+      process.run({ "truncate", "-s", "2G", server.home .. "/" .. name }):check()
     end
-    -- A session that serves files says so in its title; the first thing it is asked for is the pipe, where it stays.
+    -- A session that serves files says so in its title. It is held as soon as it does: the copies do not end.
+    local held = setmetatable({}, {
+      __close = function(held)
+        for pid in pairs(held) do
+          uv.kill(pid, "sigkill")
+        end
+      end,
+    })
+    local _ <close> = held
     local function both_read()
       local serving = 0
       for _, server in pairs(place.servers) do
@@ -131,6 +139,10 @@ describe("Ctrl-C at a terminal", function()
           local ok, text = pcall(fs.read, ("/proc/%d/cmdline"):format(pid))
           if ok and text:find("internal-sftp", 1, true) then
             serving = serving + 1
+            if not held[pid] then
+              uv.kill(pid, "sigstop")
+              held[pid] = true
+            end
             break
           end
         end
