@@ -427,8 +427,12 @@ local function open_patiently(settings, expected, under, options)
     if ok then
       return session, trust, begun
     end
+    local hung_up = session.phase == "banner" and errors.is(session, "closed", "reset")
+    if hung_up and under.thing and under.thing.blame then
+      session = under.thing.blame(session)
+    end
     local pause = RETRY_PAUSES[attempt]
-    if not pause or session.phase ~= "banner" or not errors.is(session, "closed", "reset") then
+    if not pause or not hung_up or errors.is(session, "failed") then
       error(session, 0)
     end
     if under.thing then

@@ -9,6 +9,8 @@
 ---     attach(session)                         -- from then on session:feed(data), which returns false when it is full,
 ---                                             -- and session:feed_end()
 ---     close()                                 -- the session has ended
+---     blame(problem)                          -- may be absent: what is told in place of a problem with the host's
+---                                             -- first words, when the carrier is at fault; a task, which may wait
 ---
 --- All of these are called in callbacks of the loop and must not wait.
 
@@ -164,13 +166,49 @@ local function through_chain(chain, settings, connect, options)
   return place
 end
 
+--- What a command says when it ends before the host's first words, which is not the host's doing.
+---@async
+---@param problem ciranda.Error
+---@param ended ciranda.task.Event set once it has ended
+---@param outcome { code: integer?, signal: integer? }
+---@param label string
+---@return ciranda.Error
+local function blame_command(problem, ended, outcome, label)
+  -- The end of its output is seen before its own.
+  local known, why = pcall(task.timeout, 1, ended.wait, ended)
+  if errors.is(why, "cancelled") then
+    error(why, 0)
+  elseif not known or outcome.code == 0 and outcome.signal == 0 then
+    return problem
+  end
+  -- What a shell says of a program that is not there, or is none.
+  local never = outcome.code == 126 or outcome.code == 127
+  local how = outcome.signal ~= 0 and "signal " .. outcome.signal or "exit status " .. outcome.code
+  return errors.new({
+    code = never and "failed" or problem.code,
+    phase = never and "connect" or problem.phase,
+    op = "ssh.connect",
+    target = label,
+    message = ("%s: the proxy command %s (%s)%s"):format(
+      label,
+      never and "cannot be started" or "ended before the host had said who it is",
+      how,
+      never and "; look for its name in ProxyCommand" or ""
+    ),
+  })
+end
+
 --- A command whose standard input and output are the connection; what it says on standard error is shown.
 local function command(line, settings)
   local pair = uv.socketpair("stream", nil, {}, {})
+  local ended, outcome = task.event(), {}
   local handle, problem = uv.spawn("/bin/sh", {
     args = { "-c", "exec " .. line },
     stdio = { pair[2], pair[2], 2 },
-  }, function() end)
+  }, function(code, signal)
+    outcome.code, outcome.signal = code, signal
+    ended:set()
+  end)
   uv.fs_close(pair[2])
   if not handle then
     uv.fs_close(pair[1])
@@ -184,6 +222,9 @@ local function command(line, settings)
   end
   return {
     request = { descriptor = pair[1] },
+    blame = function(failure)
+      return blame_command(failure, ended, outcome, settings.label)
+    end,
     close = function()
       if handle:is_active() then
         handle:kill("sighup")

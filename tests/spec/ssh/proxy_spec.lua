@@ -194,10 +194,36 @@ describe("a connection that goes through others", function()
     assert.is_true(support.wait_for(function()
       return #first:sessions() == 0
     end))
-    local ok, err = pcall(ssh.connect, options({ proxy_command = "false" }))
-    assert.is_false(ok)
+  end)
+
+  it("tells a command's own failure from the host's, and tries one that is not there once", function()
+    local tries = support.path("tries")
+    local function fail(line)
+      fs.write(tries, "")
+      local ok, err =
+        pcall(ssh.connect, options({ proxy_command = ("sh -c 'echo >> %s; %s'"):format(tries, line) }))
+      assert.is_false(ok)
+      return err, #fs.read(tries)
+    end
+    local err, times = fail("exit 3")
     assert.is_true(err.code == "closed" or err.code == "reset", tostring(err))
     assert.are.equal("banner", err.phase)
+    assert.matches(
+      "the proxy command ended before the host had said who it is (exit status 3)",
+      err.message,
+      1,
+      true
+    )
+    assert.are.equal(4, times)
+    err = fail("kill -9 $$")
+    assert.matches("(signal 9)", err.message, 1, true)
+    -- The host may have hung up on one that ends well.
+    err = fail("exit 0")
+    assert.matches("MaxStartups", err.message, 1, true)
+    err, times = fail("exec /nonexistent/nc 2>/dev/null")
+    assert.are.equal("failed", err.code)
+    assert.matches("the proxy command cannot be started (exit status 127)", err.message, 1, true)
+    assert.are.equal(1, times)
   end)
 
   it("goes through a carrier of the caller's own", function()
