@@ -246,6 +246,10 @@ end
 -- States of a node that is there or will be: a slice that goes on although its queued resource has failed.
 local UP = { READY = true, CREATING = true, STARTING = true, RESTARTING = true, REPAIRING = true }
 
+-- Reasons that stand for themselves. Any other may be how the API says that the request lapsed.
+local NAMED =
+  { quota = true, permission = true, auth = true, invalid = true, not_found = true, exists = true }
+
 --- Raise why an ACTIVE state will not come from this one.
 ---@param qr ciranda.gcp.QueuedResource
 ---@param message table
@@ -258,7 +262,7 @@ local function raise_end(qr, message, state)
     local reason = type(details.failedData) == "table" and details.failedData.error
     err = type(reason) == "table" and failure.of_status(reason, what)
       or errors.new { code = "failed", message = what .. ": FAILED, and the API gives no reason" }
-    if has_expired(message, os.time()) then
+    if not NAMED[err.code] and has_expired(message, os.time()) then
       err.code, err.reason = "stockout", "expired"
       err.message = ("%s: no capacity was found before the request lapsed (%s)"):format(what, err.message)
     end

@@ -524,6 +524,39 @@ describe("ciranda.gcp.tpu", function()
     end)
   end)
 
+  it(
+    "gives the API's own reason of a failure, also when that is looked at after the request would have lapsed",
+    function()
+      local client, reason = { random = math.random, first_wait = 0.001, most_wait = 0.001 }, nil
+      client.now = support.client().now
+      function client.json()
+        return {
+          name = ZONE .. "/queuedResources/job1",
+          createTime = "2026-01-01T00:00:00Z",
+          queueingPolicy = { validUntilDuration = "5s" },
+          state = { state = "FAILED", failedData = { error = reason } },
+        }
+      end
+      function client.pages()
+        return {}, {}
+      end
+      local tpu = tpu_module.connect { client = client, config = support.config("http://127.0.0.1:1") }
+      local qr = tpu:queued_resource("job1")
+      reason = { code = 8, message = "Quota 'Q' exhausted. Limit 4 in zone z" }
+      assert.matches("Limit 4", fails("quota", qr.wait, qr, "ACTIVE", fast()).message, 1, true)
+      reason = { code = 7, message = "The caller does not have permission" }
+      fails("permission", qr.wait, qr, "ACTIVE", fast())
+      for _, vague in ipairs({
+        { code = 13, message = "an internal error has occurred" },
+        { code = 4, message = "x" },
+        false,
+      }) do
+        reason = vague or nil
+        assert.equal("expired", fails("stockout", qr.wait, qr, "ACTIVE", fast()).reason)
+      end
+    end
+  )
+
   it("takes no answer for more than it is: any value may be of any type", function()
     local json = require("ciranda.io.json")
     local QUEUED = {
@@ -582,7 +615,6 @@ describe("ciranda.gcp.tpu", function()
     local ended = {}
     for round = 1, 600 do
       local queued = mutated(QUEUED)
-      queued.queueingPolicy = round % 2 == 0 and queued.queueingPolicy or nil -- else it has lapsed: a stock-out
       if type(queued.state) == "table" and round % 3 > 0 then
         queued.state.state = round % 3 == 1 and "ACTIVE" or "SUSPENDED"
       end
