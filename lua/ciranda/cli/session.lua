@@ -13,6 +13,9 @@ local FIRST_CYCLE = 8192
 --- Exit statuses by signal: 128+n, and 129 for a terminal that went away.
 local SIGNAL_STATUS = { SIGINT = 130, SIGTERM = 143, SIGHUP = 129 }
 
+--- Lines of what is still running that somebody who leaves at once is shown.
+local STILL = 20
+
 local handlers = {} -- what recipes have put in front of the default, last first
 local counts = {} -- how often each signal has come
 local interrupted_by -- the signal that cancelled the root task
@@ -69,7 +72,7 @@ local function on_signal(name)
   end
   if interrupted_by then
     io.stderr:write(
-      ("ciranda: %s again: leaving without clean-up; still running:\n%s\n"):format(name, task.dump())
+      ("ciranda: %s again: leaving without clean-up; still running:\n%s\n"):format(name, task.dump(STILL))
     )
     engine.exit_now(SIGNAL_STATUS[name])
   end

@@ -113,9 +113,10 @@ function M.run(fn, ...)
 end
 
 --- A text with every task: what it waits for, its frames, its children. For SIGQUIT, and for a deadlock.
+---@param most integer? lines that are shown; how many more there are is then said
 ---@return string
-function M.dump()
-  return trace.dump(scheduler)
+function M.dump(most)
+  return trace.dump(scheduler, most)
 end
 
 --- The seconds a cancelled task has for its clean-up.

@@ -163,8 +163,9 @@ end
 
 --- A text with every task that has not ended: what it waits for, its frames, its children below it.
 ---@param scheduler ciranda.Scheduler
+---@param most integer? lines that are shown
 ---@return string
-function M.dump(scheduler)
+function M.dump(scheduler, most)
   local children, roots = {}, {}
   for _, task in pairs(scheduler.live) do
     local owner = task.scope and task.scope.owner
@@ -206,7 +207,9 @@ function M.dump(scheduler)
   if #lines == 0 then
     return "no tasks"
   end
-  return table.concat(lines, "\n")
+  local shown = math.min(most or #lines, #lines)
+  local rest = shown < #lines and ("\n... and %d lines more"):format(#lines - shown) or ""
+  return table.concat(lines, "\n", 1, shown) .. rest
 end
 
 return M

@@ -125,6 +125,11 @@ describe("task.dump", function()
         end)
         task.sleep(0.002)
         text = task.dump()
+        local lines = select(2, text:gsub("\n", "\n")) + 1
+        local short = task.dump(3)
+        assert.matches(("\n... and %d lines more$"):format(lines - 3), short)
+        assert.equal(3, select(2, short:gsub("\n", "\n")))
+        assert.not_matches("more$", task.dump(lines))
         scope:cancel()
       end
       assert.matches(
