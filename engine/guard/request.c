@@ -114,14 +114,15 @@ int cir_stop(const cir_options *options) {
   int64_t end = cir_now() + options->grace + 15000;
   while (state && access("exit", F_OK) != 0 && cir_guarded() && cir_now() < end)
     cir_nap(20);
-  static char *record; /* until this process ends */
-  record = cir_read("exit", NULL);
+  char *record = cir_read("exit", NULL);
   if (!record) {
     cir_status(options);
     return cir_fail("%s %s; the line above says what is known", options->directory,
                     state ? "has not ended after the grace" : "has a guard of another build");
   }
-  return print(record, CIR_OK);
+  int result = print(record, CIR_OK);
+  free(record);
+  return result;
 }
 
 /* `signal DIR NAME`: to those a stop would be for. The name is one with or without SIG, or a
