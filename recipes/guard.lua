@@ -1,7 +1,7 @@
 --- guard: runs a command on this machine under the guard that runs on the workers.
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local local_guard = require("ciranda.run.local_guard")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
 local M = {

@@ -92,7 +92,7 @@ local function from_workers(state, id, say)
     local ok, first, second = pcall(fn, there, worker, ...)
     if ok then
       return first, second
-    elseif not err.is(first) or err.is(first, "cancelled", "misuse", "internal") then
+    elseif err.is_fatal(first) then
       error(first, 0)
     end
     failed[worker] = true

@@ -1,9 +1,9 @@
 --- maxtext: trains with MaxText on all slices, its parallelism checked before anything is sent.
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local mesh = require("ciranda.mesh")
 local mesh_maxtext = require("ciranda.mesh.maxtext")
+local shell = require("ciranda.io.shell")
 
 -- The trainer has moved: into a package, and the package into src/. Newest first.
 local MODULES = { "maxtext.trainers.pre_train.train", "MaxText.train" }

@@ -1,8 +1,8 @@
 --- orbax: runs a JAX script that saves with Orbax on all slices, after a look at whether it would save on SIGTERM.
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local fs = require("ciranda.io.fs")
+local shell = require("ciranda.io.shell")
 
 local RUNNERS = {
   multihost_runner = require("recipes.multihost_runner"),

@@ -1,8 +1,8 @@
 --- pax: trains with Pax (paxml) on all slices so that it saves and leaves on SIGTERM.
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local mesh = require("ciranda.mesh")
+local shell = require("ciranda.io.shell")
 
 --- The first release that saves on SIGTERM.
 local OLDEST = { 1, 1, 0 }

@@ -109,7 +109,7 @@ local function kinds_of(fleet, path, pattern)
     end)
     if ok then
       kinds[worker] = kind
-    elseif not err.is(kind) or err.is(kind, "cancelled", "misuse", "internal") then
+    elseif err.is_fatal(kind) then
       error(kind, 0)
     end
   end)

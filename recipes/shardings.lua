@@ -1,11 +1,11 @@
 --- shardings: checks a sharding against the slices, then runs MaxText's shardings example on all of them.
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local framework = require("ciranda.run.framework")
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local mesh = require("ciranda.mesh")
 local runner = require("recipes.multihost_runner")
+local shell = require("ciranda.io.shell")
 local throughput = require("ciranda.run.throughput")
 local uv = require("luv")
 

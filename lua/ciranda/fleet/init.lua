@@ -194,7 +194,7 @@ function Fleet:gather_results(fn, limit, on_result)
     local ok, result = pcall(fn, worker, worker_link)
     if not ok then
       -- A cancellation and a mistake in the program are not a worker's failure.
-      if not err.is(result) or err.is(result, "cancelled", "misuse", "internal") then
+      if err.is_fatal(result) then
         error(result, 0)
       end
       result = { stdout = "", stderr = "", err = result }

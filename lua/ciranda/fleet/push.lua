@@ -8,9 +8,9 @@
 local archive = require("ciranda.fleet.archive")
 local crypto = require("ciranda.io.crypto")
 local fs = require("ciranda.io.fs")
-local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local process = require("ciranda.io.process")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
 local M = {}

@@ -8,6 +8,7 @@
 -- worker gets over its own connection together with the SHA-256 of what must arrive; a token that is never sent proves
 -- to who serves that who asks belongs to the push.
 local agents = require("ciranda.fleet.relay_agent")
+local clock = require("ciranda.io.clock")
 local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
@@ -231,7 +232,7 @@ end
 
 --- Does it get the archive from here, and has it taken some of it lately?
 local function receives(agent)
-  return agent.state == "receiving" and agents.now() - agent.moved < M.STALL
+  return agent.state == "receiving" and clock.now() - agent.moved < M.STALL
 end
 
 --- How many there are, or will be soon, whom the others can fetch from; those beyond `seeds` do not matter.
@@ -367,10 +368,10 @@ end
 --- Ends what takes too long, and tells the others that somebody is there.
 ---@private
 function Relay:look()
-  local told = agents.now()
+  local told = clock.now()
   while true do
     task.sleep(TICK)
-    local now = agents.now()
+    local now = clock.now()
     local tell = now - told >= SIGN
     for _, agent in ipairs(self.all) do
       local state, spent = agent.state, now - agent.since

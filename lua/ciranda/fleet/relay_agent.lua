@@ -37,20 +37,14 @@ local LONGEST = 65536
 local Agent = {}
 Agent.__index = Agent
 
---- Seconds since whenever.
----@return number
-function M.now()
-  return clock.now()
-end
-
 ---@param worker ciranda.Worker
 ---@return ciranda.fleet.Agent
 function M.new(worker)
   return setmetatable({
     worker = worker,
     state = "starting",
-    since = M.now(),
-    moved = M.now(),
+    since = clock.now(),
+    moved = clock.now(),
     tried = {},
     tries = 0,
     serving = false,
@@ -65,7 +59,7 @@ end
 
 ---@param state string
 function Agent:become(state)
-  self.state, self.since, self.moved = state, M.now(), M.now()
+  self.state, self.since, self.moved = state, clock.now(), clock.now()
 end
 
 --- It has come to an end, for whoever waits for the worker. Only the first one counts.
@@ -112,7 +106,7 @@ function Agent:input()
         return item
       elseif item then
         local piece = item()
-        self.moved = M.now()
+        self.moved = clock.now()
         if piece then
           return piece
         end
@@ -177,7 +171,7 @@ function Agent:run(connection, command, order, on_word)
   self:conclude(ok and { reason = why(result) } or { failure = result })
   self.ended:set()
   on_word("ended", was)
-  if not ok and (not err.is(result) or err.is(result, "cancelled", "misuse", "internal")) then
+  if not ok and err.is_fatal(result) then
     error(result, 0)
   end
 end

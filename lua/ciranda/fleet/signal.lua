@@ -5,8 +5,8 @@
 -- whom.
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
-local signals = require("ciranda.fleet.signals")
 local shell = require("ciranda.io.shell")
+local signals = require("ciranda.fleet.signals")
 
 local M = {}
 

@@ -14,8 +14,8 @@ local gcloud_config = require("ciranda.gcp.gcloud_config")
 local gcp_client = require("ciranda.gcp.client")
 local credentials = require("ciranda.gcp.credentials")
 local log = require("ciranda.io.log")
+local methods = require("ciranda.gcp.tpu_method")
 local task = require("ciranda.task")
-local url = require("ciranda.io.url")
 
 -- What only some calls need (making requests, waiting) is loaded by them: a list or a look should start at once.
 
@@ -110,71 +110,6 @@ end
 ---@field deadline number?
 ---@field [string] any              the path's variables: node, queuedResource, operation, ...
 
-local CALL_FIELDS = { version = true, query = true, body = true, idempotent = true, deadline = true }
-
---- An answer cannot be used.
-local function unusable(target, problem)
-  errors.raise {
-    code = "protocol",
-    op = "gcp",
-    target = target,
-    message = ("%s: the answer is not as the API's schema says: %s"):format(target, problem),
-  }
-end
-
---- A method of the schema as a call of the client, and a check of its answers: `check(message)` raises `protocol` for
---- one that has not the form of the schema.
-local function prepare(self, name, arguments)
-  local version = arguments.version or "v2"
-  local schema = require("ciranda.data.tpu_schema_" .. version)
-  local method = schema.methods[name]
-  if not method then
-    errors.misuse(3, "tpu:call: %s has no method '%s'", version, tostring(name))
-  end
-  local used = {}
-  local path = method.path:gsub("{(%w+)}", function(variable)
-    local value = variable == "project" and self.project
-      or variable == "location" and (arguments.location or self.zone)
-      or arguments[variable]
-    if type(value) ~= "string" or value == "" then
-      errors.misuse(6, "tpu:call: %s needs '%s'", name, variable)
-    end
-    used[variable] = true
-    return url.escape(value)
-  end)
-  for key in pairs(arguments) do
-    if not CALL_FIELDS[key] and not used[key] then
-      errors.misuse(3, "tpu:call: %s has no '%s'", name, tostring(key))
-    end
-  end
-  local query = {}
-  for key, value in pairs(arguments.query or {}) do
-    -- Every method of Google's APIs takes "fields".
-    if key ~= "fields" and not (method.query and method.query[key]) then
-      errors.misuse(3, "tpu:call: %s has no query parameter '%s' in %s", name, tostring(key), version)
-    end
-    query[key] = value
-  end
-  if method.verb == "GET" then
-    query.prettyPrint = false -- no program needs the blanks, which are a third of a list
-  end
-  local function check(message)
-    local problem = require("ciranda.gcp.answer_check").problem(schema, method.response, message)
-    if problem then
-      unusable(("%s of %s%s/%s"):format(name, self.endpoint, version, path), problem)
-    end
-  end
-  return {
-    method = method.verb,
-    url = ("%s%s/%s"):format(self.endpoint, version, path),
-    query = query,
-    json = method.body and (arguments.body or {}) or nil,
-    idempotent = arguments.idempotent,
-    deadline = arguments.deadline,
-  },
-    check
-end
-
 --- Call any method of the API by its name in the schema, such as "reservations.list".
 ---@async
 ---@param name string
@@ -183,7 +118,7 @@ end
 --- Raises what the client raises; `protocol` for an answer that is not as the schema says; `not_found` says in our
 --- words what is not where.
 function Tpu:call(name, arguments)
-  local call, check = prepare(self, name, arguments or {})
+  local call, check = methods.prepare(self, name, arguments or {})
   local called, message = pcall(self.client.json, self.client, call)
   if called then
     check(message)
@@ -213,7 +148,7 @@ end
 ---@return table[] items
 ---@return string[] unreachable zones that could not be asked
 function Tpu:list(name, arguments)
-  local call, check = prepare(self, name, arguments or {})
+  local call, check = methods.prepare(self, name, arguments or {})
   local items, unreachable = self.client:pages(call, name:match("^(%w+)%."), check)
   if #unreachable > 0 then
     log.warn(
@@ -258,7 +193,7 @@ end
 local function named(tpu, messages)
   for place = 1, #messages do
     if not messages[place].name then
-      unusable(tostring(tpu), "what it tells of has no name")
+      methods.unusable(tostring(tpu), "what it tells of has no name")
     end
   end
   return messages
@@ -605,7 +540,7 @@ function Tpu:wait_operation(operation, options)
     name = operation.name
   end
   if not operation.done and not name then
-    unusable(tostring(self), "an operation without a name")
+    methods.unusable(tostring(self), "an operation without a name")
   end
   local timeout = options and options.timeout or 1800
   local deadline = self.client:now() + timeout

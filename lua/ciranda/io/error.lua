@@ -165,6 +165,14 @@ function M.is(value, ...)
   return count == 0
 end
 
+--- Whether what was caught is nobody's to go on from, so that who caught it has to raise it again: the task is
+--- cancelled, or a program has a mistake. Any other error is an outcome, for whoever can do without what failed.
+---@param value any
+---@return boolean
+function M.is_fatal(value)
+  return not M.is(value) or M.is(value, "cancelled", "misuse", "internal")
+end
+
 --- "file:line: " of a function on the stack, or "" when it has no Lua source.
 ---@param level integer 1 is the function that calls this one
 ---@return string

@@ -176,6 +176,21 @@ function Reader:close()
   finish(self, nil)
 end
 
+Reader.__close = Reader.close
+
+--- A reader of standard input where that is no file.
+local function open_input(kind)
+  -- Opened anew where it can be (a socket cannot): who shares ours does not find it nonblocking.
+  local fd = uv.fs_open("/dev/stdin", "r", 0) or 0
+  local stream = kind == "tty" and assert(uv.new_tty(fd, true))
+    or kind == "tcp" and uv.new_tcp()
+    or uv.new_pipe(false)
+  if kind ~= "tty" then
+    assert(stream:open(fd))
+  end
+  return M.reader(stream, "standard input")
+end
+
 --- Everything that standard input holds. While somebody is still writing it other tasks go on, and this one can be
 --- cancelled.
 ---@async
@@ -183,37 +198,16 @@ end
 ---@return string
 -- Raises "invalid" when it holds more, else what reading raises.
 function M.input(limit)
-  local kind, reader = uv.guess_handle(0), nil
-  local parts, size = {}, 0
-  if kind ~= "file" then
-    -- Opened anew where it can be (a socket cannot): who shares ours does not find it nonblocking.
-    local fd = uv.fs_open("/dev/stdin", "r", 0) or 0
-    local stream = kind == "tty" and assert(uv.new_tty(fd, true))
-      or kind == "tcp" and uv.new_tcp()
-      or uv.new_pipe(false)
-    if kind ~= "tty" then
-      assert(stream:open(fd))
-    end
-    reader = M.reader(stream, "standard input")
-  end
-  local closer <close> = setmetatable({}, {
-    __close = function()
-      if reader then
-        reader:close()
-      end
-    end,
-  })
-  local _ = closer
-  while true do
-    local piece
+  local kind = uv.guess_handle(0)
+  local reader <close> = kind ~= "file" and open_input(kind) or nil
+  local function read()
     if reader then
-      piece = reader:read()
-    else
-      piece = io.read(HIGH_WATER)
+      return reader:read()
     end
-    if not piece then
-      return table.concat(parts)
-    end
+    return io.read(HIGH_WATER)
+  end
+  local parts, size = {}, 0
+  for piece in read do
     parts[#parts + 1], size = piece, size + #piece
     if size > limit then
       errors.raise({
@@ -224,6 +218,7 @@ function M.input(limit)
       })
     end
   end
+  return table.concat(parts)
 end
 
 ---@class ciranda.Writer

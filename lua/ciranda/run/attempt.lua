@@ -5,12 +5,12 @@
 -- started again, and a log is followed from the byte after the last one that arrived.
 local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local following = require("ciranda.run.following")
 local lag = require("ciranda.io.lag")
 local link_of = require("ciranda.fleet.link")
 local pace = require("ciranda.fleet.pace")
 local records = require("ciranda.run.record")
+local shell = require("ciranda.io.shell")
 local staging = require("ciranda.run.staging")
 local task = require("ciranda.task")
 
@@ -74,8 +74,6 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field seen number until when that is known, on the same clock
 local Attempt = {}
 Attempt.__index = Attempt
-
----@return number seconds on a clock that only grows
 
 --- The guard that this program carries (or that CIRANDA_GUARD names).
 ---@return ciranda.run.Guard

@@ -8,8 +8,8 @@
 --     local verdict = gang:watch()
 --     local report = watch:after(verdict)                      -- what is there now that was not
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
 local M = {}

@@ -2,9 +2,9 @@
 --- again as `attach`.
 local engine = require("ciranda.core.engine")
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local local_guard = require("ciranda.run.local_guard")
 local runs = require("ciranda.run.runs")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 local uv = require("luv")
 

@@ -10,8 +10,8 @@ local drill_event = require("ciranda.run.drill_event")
 local err = require("ciranda.io.error")
 local gangs = require("ciranda.run.gang")
 local journals = require("ciranda.run.journal")
-local leases = require("ciranda.run.lease")
 local known = require("ciranda.run.known")
+local leases = require("ciranda.run.lease")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
 local task = require("ciranda.task")
@@ -43,8 +43,6 @@ local LOOK_EVERY = 1
 ---@field private gang ciranda.run.Gang
 local Session = {}
 Session.__index = Session
-
----@return number seconds on a clock that only grows
 
 --- The run's journal when no other runner has it.
 local function journal_of(options)

@@ -9,8 +9,6 @@ local M = {}
 
 --- Exit statuses when the runner itself was told to stop.
 M.STOPPED = { SIGINT = 130, SIGTERM = 143 }
---- And of one that was interrupted before COMMAND was started.
-M.INTERRUPTED = { SIGINT = 130, SIGTERM = 143, SIGHUP = 129 }
 local STOPPED = M.STOPPED
 
 --- States of a node after which its worker was preempted.

@@ -5,9 +5,9 @@
 -- those of the next batch: that is what gangs are for.
 local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
 local results_of = require("ciranda.fleet.results")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
 local M = {}

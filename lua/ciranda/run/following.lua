@@ -21,8 +21,6 @@ local LEADER_NOTICE = 5
 --- Failures after which a worker that was followed is lost: another machine answers at its address, or none.
 local LOST = { "lost", "hostkey", "auth", "resolve" }
 
----@return number seconds on a clock that only grows
-
 --- Follows the log on one connection, until its end, until it has been idle, or until the connection breaks.
 ---@param attempt ciranda.run.Attempt
 ---@param sink fun(bytes: string)? nil: its end is waited for, and nothing is copied

@@ -241,7 +241,7 @@ function Gang:everyone(seconds, step, members)
       local began = clock.now()
       local ok, problem = pcall(task.timeout, seconds, step, member)
       if not ok then
-        if err.is(problem, "cancelled", "misuse", "internal") or not err.is(problem) then
+        if err.is_fatal(problem) then
           error(problem, 0)
         end
         if err.is(problem, "timeout") and clock.now() - began >= seconds then
@@ -346,7 +346,7 @@ function Gang:rejoin(received)
       why = there
     end
     if why then
-      if type(why) ~= "string" and (not err.is(why) or err.is(why, "cancelled", "misuse", "internal")) then
+      if type(why) ~= "string" and err.is_fatal(why) then
         error(why, 0)
       end
       member.outcome = member.attempt:outcome(nil, tostring(why))
@@ -409,7 +409,7 @@ function Gang:stop_all(grace, reason)
     end)
     settled(member)
     if not ok then
-      if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+      if err.is_fatal(problem) then
         error(problem, 0)
       end
       problems[member.worker] = tostring(problem)

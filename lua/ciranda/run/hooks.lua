@@ -59,6 +59,43 @@ function M.load(path)
   return hooks
 end
 
+---@class ciranda.run.Happenings
+---@field private hooks table<string, function>?
+---@field private queue ciranda.Queue
+local Happenings = {}
+Happenings.__index = Happenings
+
+--- What happens to an attempt, for the hooks: whoever tells of something does not wait for them.
+---@param hooks table<string, function>?
+---@return ciranda.run.Happenings
+function M.happenings(hooks)
+  return setmetatable({ hooks = hooks, queue = task.queue(1000) }, Happenings)
+end
+
+---@param name string the hook's
+---@param happening ciranda.run.Happening
+function Happenings:put(name, happening)
+  if self.hooks then
+    self.queue:put({ name = name, happening = happening })
+  end
+end
+
+--- Calls the hooks, one after the other, until `close`.
+---@async
+---@param say fun(format: string, ...)
+function Happenings:run(say)
+  local told = self.queue:get()
+  while told do
+    M.call(self.hooks, told.name, told.happening, say)
+    told = self.queue:get()
+  end
+end
+
+--- Nothing more happens.
+function Happenings:close()
+  self.queue:close()
+end
+
 --- Calls a hook, when there is one.
 ---@async
 ---@param hooks table<string, function>?

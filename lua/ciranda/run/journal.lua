@@ -3,7 +3,9 @@
 -- `$XDG_STATE_HOME/ciranda/runs/<run>/journal.jsonl` only ever grows. An **intent** (spending money, starting
 -- work) is on the disk before the call it speaks of; the state of a run is the fold of its facts. The journal
 -- is the run's lock as well: each runner writes that it is there and then reads who was there before it.
+local accounts = require("ciranda.io.account")
 local err = require("ciranda.io.error")
+local facts_of = require("ciranda.run.journal_facts")
 local json = require("ciranda.io.json")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -18,19 +20,11 @@ M.BREATH = 20
 
 --- The directory that holds all runs.
 ---@return string
--- Raises "failed" when neither XDG_STATE_HOME nor HOME says where.
+-- Raises "failed" when neither XDG_STATE_HOME nor HOME nor an account says where.
 function M.directory()
   local state = os.getenv("XDG_STATE_HOME")
   if not state or state:sub(1, 1) ~= "/" then
-    local home = os.getenv("HOME")
-    if not home or home:sub(1, 1) ~= "/" then
-      err.raise({
-        code = "failed",
-        op = "journal",
-        message = "neither XDG_STATE_HOME nor HOME is an absolute path: there is no place for the journal",
-      })
-    end
-    state = home .. "/.local/state"
+    state = accounts.home() .. "/.local/state"
   end
   return state .. "/ciranda/runs"
 end
@@ -153,184 +147,6 @@ function M.runner_state(runner)
   return began and began == runner.start_time and "alive" or "dead"
 end
 
---- Reads facts from a journal's text.
---
--- A line that cannot be read is one that a crash or a full disk tore: it is skipped when it is the last one or
--- when the fact after it says so. Elsewhere it means that somebody changed the file.
----@param text string
----@param path string for messages
----@return table[] facts, integer? torn the number of the torn last line
-function M.parse(text, path)
-  local facts, torn = {}, nil
-  local number = 0
-  for line, ending in text:gmatch("([^\n]*)(\n?)") do
-    if line == "" and ending == "" then
-      break
-    end
-    number = number + 1
-    local ok, fact = pcall(json.decode, line)
-    local good = ok and type(fact) == "table" and type(fact.fact) == "string" and ending == "\n"
-    if torn and not (good and fact.fact == "torn") then
-      err.raise({
-        code = "parse",
-        op = "journal",
-        target = path,
-        message = (
-          "%s: line %d is no fact; the journal was changed by hand or the disk is damaged. Mend that line, or move "
-          .. "%s away: the run is then not known here any more"
-        ):format(path, torn, path:match("^(.*)/[^/]*$") or path),
-      })
-    end
-    torn = nil
-    if not good then
-      torn = number
-    elseif fact.fact ~= "torn" then
-      facts[#facts + 1] = fact
-    end
-  end
-  return facts, torn
-end
-
----@class ciranda.journal.Object a thing in the cloud that a run asked for
----@field kind string "queued_resource", "node", "bucket_object"
----@field name string
----@field project string?
----@field zone string?
----@field request_id string? that makes repeating the create harmless
----@field asked string? digest of the request
----@field phase "intent"|"created"|"failed"|"deleting"|"gone"
----@field keep string? why it outlives its runner ("job": the job on it goes on)
----@field us integer? when its last fact was written
-
----@class ciranda.journal.State the fold of a journal
----@field run string
----@field recipe string?
----@field runners ciranda.journal.Runner[] those that have not said goodbye, oldest first
----@field objects table<string, ciranda.journal.Object> by "kind name"
----@field job ciranda.run.JobPlace? where the objects of a job are that runs by itself
----@field recreations table[] queued resources that were asked for again, in order; each { series, request, pause,
----  recreated }
----@field attempts table[] in order; each { attempt, series, gone, command, workers, exits, ended, ... }
----@field ended { status: integer, kind: string }? how the last runner ended
----@field first_us integer? time of the first fact, microseconds since 1970
----@field last_us integer?
-
----@param run string
----@return ciranda.journal.State
-local function empty_state(run)
-  return { run = run, runners = {}, objects = {}, recreations = {}, attempts = {}, attempt_by_id = {} }
-end
-
-local FOLD = {}
-
-function FOLD.run(state, fact)
-  state.recipe, state.arguments = fact.recipe, fact.arguments
-end
-
-function FOLD.runner(state, fact)
-  table.insert(state.runners, fact)
-  state.ended = nil
-end
-
-function FOLD.left(state, fact)
-  for place, runner in ipairs(state.runners) do
-    if runner.id == fact.id then
-      table.remove(state.runners, place)
-      break
-    end
-  end
-  state.ended = { status = fact.status, kind = fact.kind }
-end
-
-function FOLD.object(state, fact)
-  local key = fact.kind .. " " .. fact.name
-  local known = state.objects[key]
-  if not known or (known.phase == "gone" and fact.phase == "intent") then
-    known = {}
-    state.objects[key] = known
-  end
-  for name, value in pairs(fact) do
-    if name ~= "fact" then
-      known[name] = value
-    end
-  end
-end
-
-function FOLD.job(state, fact)
-  state.job = fact
-end
-
-function FOLD.recreate(state, fact)
-  local recreation = {}
-  for name, value in pairs(fact) do
-    recreation[name] = value
-  end
-  table.insert(state.recreations, recreation)
-end
-
-function FOLD.recreated(state, fact)
-  local last = state.recreations[#state.recreations]
-  if last then
-    last.recreated = fact.us
-  end
-end
-
-function FOLD.attempt(state, fact)
-  local attempt = { exits = {}, staged = {} }
-  for name, value in pairs(fact) do
-    attempt[name] = value
-  end
-  table.insert(state.attempts, attempt)
-  state.attempt_by_id[fact.attempt] = attempt
-end
-
---- Facts about one attempt change that attempt; one about an attempt nobody announced is ignored.
-local function about_attempt(change)
-  return function(state, fact)
-    local attempt = state.attempt_by_id[fact.attempt]
-    if attempt then
-      change(attempt, fact)
-    end
-  end
-end
-
-FOLD.staged = about_attempt(function(attempt, fact)
-  attempt.staged[fact.slice .. "/" .. fact.worker] = fact
-end)
-FOLD.go = about_attempt(function(attempt, fact)
-  attempt.gone = fact.us
-end)
-FOLD.exit = about_attempt(function(attempt, fact)
-  attempt.exits[fact.slice .. "/" .. fact.worker] = fact
-end)
-FOLD.stop = about_attempt(function(attempt, fact)
-  attempt.stopped = fact
-end)
-FOLD.saved = about_attempt(function(attempt, fact)
-  attempt.saved = fact.step
-end)
-FOLD.attempt_end = about_attempt(function(attempt, fact)
-  attempt.ended = fact
-end)
-
---- Folds facts into the state of a run. Facts of kinds it does not know are kept out, not refused: a newer
---- version may have written them.
----@param run string
----@param facts table[]
----@return ciranda.journal.State
-function M.fold(run, facts)
-  local state = empty_state(run)
-  for _, fact in ipairs(facts) do
-    state.first_us = state.first_us or fact.us
-    state.last_us = fact.us or state.last_us
-    local change = FOLD[fact.fact]
-    if change then
-      change(state, fact)
-    end
-  end
-  return state
-end
-
 ---@param run string
 ---@return string
 function M.path(run)
@@ -345,7 +161,7 @@ function M.read(run)
   check_name(run, 1)
   local path = M.path(run)
   local text = read_file(path)
-  return text and M.fold(run, (M.parse(text, path)))
+  return text and facts_of.fold(run, (facts_of.parse(text, path)))
 end
 
 --- When a run's runner last gave a sign of life: it wrote a fact, or breathed.
@@ -452,7 +268,7 @@ end
 --- The fold of what this journal holds now.
 ---@return ciranda.journal.State
 function Journal:state()
-  self.folded = self.folded or M.fold(self.run, self.facts)
+  self.folded = self.folded or facts_of.fold(self.run, self.facts)
   return self.folded
 end
 
@@ -553,7 +369,7 @@ function M.open(run, options)
     -- A crash tore the last line. It stays, closed by a newline and a fact that says so; in one write, for it may be
     -- the line of a live runner that is on its way: what that one adds next must not come between the two.
     uv.fs_write(fd, "\n" .. encode({ fact = "torn", us = now_us() }), -1)
-  elseif select(2, M.parse(text, path)) then
+  elseif select(2, facts_of.parse(text, path)) then
     journal:append("torn")
   end
   local is_new = text == ""
@@ -577,7 +393,7 @@ function M.open(run, options)
       uv.fs_close(parent)
     end
   end
-  journal.facts = M.parse(read_file(path), path)
+  journal.facts = facts_of.parse(read_file(path), path)
   -- Who wrote first has the run: the order of lines in the file is the same for every reader.
   for _, runner in ipairs(journal:state().runners) do
     if runner.id == journal.id then

@@ -34,8 +34,7 @@ local M = {}
 ---@field grace number? seconds a stop by the user gives (300)
 ---@field failure_grace number? (30)
 ---@field stage_timeout number? (600)
----@field node_state (fun(worker: ciranda.Worker): string, string?)? the state of a worker's node, "gone" when there is
----  none, and the worker's internal address now
+---@field node_state ciranda.run.NodeState? what is said of a worker's node; its state is "gone" when there is none
 ---@field staging { take: boolean?, kill: "mine"|"all"|nil, setup: table?, device_check: boolean?,
 ---  strict_fingerprint: boolean? }? see `ciranda.run.gang`
 ---@field watch ciranda.run.Watching? how the workers are watched; kept for `attach`
@@ -169,7 +168,7 @@ local function problem_of(fn, ...)
   local ok, problem = pcall(fn, ...)
   if ok then
     return nil
-  elseif not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+  elseif err.is_fatal(problem) then
     error(problem, 0)
   end
   return problem

@@ -6,9 +6,10 @@
 -- gangs with the same workers goes on. The file's time is its last sign of life: the runner renews it while it stages
 -- and waits, the guard while the command runs (its `alive` is a link to the lease). One from before the machine's last
 -- start is void.
+local accounts = require("ciranda.io.account")
 local err = require("ciranda.io.error")
-local shell = require("ciranda.io.shell")
 local nodeset = require("ciranda.provider.nodeset")
+local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 local uv = require("luv")
 local worker_script = require("ciranda.run.worker_script")
@@ -91,11 +92,10 @@ end
 function M.new(run, journal, take)
   local host = uv.os_gethostname()
   local first = journal and journal:state().first_us or 0
-  local ok, account = pcall(uv.os_get_passwd)
   return setmetatable({
     key = word(("%s@%s:%d"):format(run, host, first)),
     run = word(run),
-    user = word(ok and account and account.username or uv.getuid()),
+    user = word(accounts.login_name() or uv.getuid()),
     host = word(host),
     pid = math.tointeger(uv.os_getpid()),
     take = take,
@@ -265,7 +265,7 @@ local function on_open(links, script, seconds, all)
     local ok, problem = pcall(task.timeout, seconds, link.use, link, function(connection)
       return connection:exec(shell.sh(script), { timeout = seconds })
     end)
-    if not ok and (not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal")) then
+    if not ok and err.is_fatal(problem) then
       error(problem, 0)
     end
   end)

@@ -11,8 +11,8 @@ local LIMIT, LASTS = 15, 10
 --- States of a node whose machines run.
 local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 
---- The node's state, the worker's address, and those of all the node's workers by their index.
----@alias ciranda.run.NodeState fun(worker: ciranda.Worker): string, string?, table<integer, string>?
+--- The node's state, and the internal addresses of its workers by their index, when they are known.
+---@alias ciranda.run.NodeState fun(worker: ciranda.Worker): string, table<integer, string>?
 
 --- Who tells the states of nodes: the cloud's API, connected to when it is first asked.
 ---@param connect fun(): ciranda.gcp.Tpu
@@ -34,7 +34,7 @@ function M.of(connect)
         addresses[(place - 1) // networks] = endpoint.ipAddress
       end
     end
-    return node.state or "STATE_UNSPECIFIED", addresses[worker.index], addresses
+    return node.state or "STATE_UNSPECIFIED", addresses
   end
 end
 
@@ -43,14 +43,13 @@ end
 ---@param node_state ciranda.run.NodeState
 ---@param worker ciranda.Worker
 ---@return string? state nil when nobody can tell
----@return string? address
----@return table<integer, string>? addresses of all its workers, by index
+---@return table<integer, string>? addresses of its workers, by index
 -- Raises "cancelled", and what is a mistake of this program.
 function M.ask(node_state, worker)
-  local ok, state, address, addresses = pcall(task.timeout, LIMIT, node_state, worker)
+  local ok, state, addresses = pcall(task.timeout, LIMIT, node_state, worker)
   if ok then
-    return state, address, addresses
-  elseif not err.is(state) or err.is(state, "cancelled", "misuse", "internal") then
+    return state, addresses
+  elseif err.is_fatal(state) then
     error(state, 0)
   end
   return nil
@@ -68,11 +67,11 @@ function M.gone(node_state)
     local now = clock.now()
     local known = by_node[worker.node]
     if not known or now - known.at > LASTS then
-      local state, address, addresses = M.ask(node_state, worker)
+      local state, addresses = M.ask(node_state, worker)
       if not state then
         return nil
       end
-      known = { at = now, state = state, addresses = addresses or { [worker.index] = address } }
+      known = { at = now, state = state, addresses = addresses or {} }
       by_node[worker.node] = known
     end
     if not RUNNING[known.state] then

@@ -1,9 +1,9 @@
 --- A session on one worker by OpenSSH's own ssh: a terminal, escapes and forwardings as its users know them, with what
 --- this program knows of the worker.
-local shell = require("ciranda.io.shell")
 local access = require("ciranda.provider.access")
 local fs = require("ciranda.io.fs")
 local process = require("ciranda.io.process")
+local shell = require("ciranda.io.shell")
 local signals = require("ciranda.fleet.signals")
 local uv = require("luv")
 

@@ -139,7 +139,7 @@ function Recreate:settled(problem)
   end
   local qr = self:queued_resource()
   local ok, why = pcall(qr.wait, qr, "SUSPENDED", { timeout = SETTLE })
-  if not ok and (not err.is(why) or err.is(why, "cancelled", "misuse", "internal")) then
+  if not ok and err.is_fatal(why) then
     error(why, 0)
   end
   return ok and "SUSPENDED" or why.state

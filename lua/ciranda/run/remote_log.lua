@@ -1,9 +1,9 @@
 --- Logs read where they are written: on the workers, through the guard, without a runner and without a trace here.
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
-local shell = require("ciranda.io.shell")
 local known = require("ciranda.run.known")
 local link_of = require("ciranda.fleet.link")
+local shell = require("ciranda.io.shell")
 local signal = require("ciranda.fleet.signal")
 
 local M = {}

@@ -161,7 +161,7 @@ function M.renew(options)
       return fleet, slices
     end
     fleet:close()
-    if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") or left() <= 0 then
+    if err.is_fatal(problem) or left() <= 0 then
       error(problem, 0)
     end
     options.say("The machines: not all let us in yet: %s", tostring(problem))

@@ -17,6 +17,7 @@ local output = require("ciranda.run.output")
 local steps = require("ciranda.run.steps")
 local stopping = require("ciranda.run.stopping")
 local task = require("ciranda.task")
+local uv = require("luv")
 
 local M = {}
 
@@ -174,30 +175,15 @@ function Round:status_line(gang)
   end
 end
 
---- Tells a hook of something, in a task of its own.
+--- Tells a hook of something.
 ---@private
 ---@param name string
 ---@param fields table
 function Round:happen(name, fields)
-  if self.options.hooks and self.happenings then
+  if self.happenings then
     fields.run, fields.attempt = self.options.run, self.id
     fields.step = fields.step or self.steps.last_step
-    self.happenings:put({ name = name, fields = fields })
-  end
-end
-
---- Calls the hooks, one after the other, until nothing more can happen.
----@private
-function Round:call_hooks()
-  local function say(...)
-    self:say(...)
-  end
-  for happening in
-    function()
-      return self.happenings:get()
-    end
-  do
-    hooks.call(self.options.hooks, happening.name, happening.fields, say)
+    self.happenings:put(name, fields)
   end
 end
 
@@ -261,7 +247,7 @@ function Round:watch(gang)
   local scope <close> = task.scope()
   local finished = task.event()
   local verdict
-  self.happenings = task.queue(1000)
+  self.happenings = hooks.happenings(options.hooks)
   local aside = {}
   local function beside(fn, ...)
     aside[#aside + 1] = scope:spawn(fn, ...)
@@ -282,7 +268,9 @@ function Round:watch(gang)
       self:noticed(gang, notice)
     end)
   end
-  local calling = scope:spawn(self.call_hooks, self)
+  local calling = scope:spawn(self.happenings.run, self.happenings, function(...)
+    self:say(...)
+  end)
   local function end_aside()
     for _, child in ipairs(aside) do
       child:cancel("the end")
@@ -350,7 +338,7 @@ function Round:try(kind, consequence, step, ...)
   elseif err.is(problem, "cancelled") and self.interrupted_by and not self.running then
     self:interrupted()
     error(problem, 0)
-  elseif not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+  elseif err.is_fatal(problem) then
     error(problem, 0)
   end
   local status = 1
@@ -377,7 +365,7 @@ function Round:interrupted()
   local setup = STOPPED[name] and (options.staging or {}).setup
   self:say("%s: COMMAND was started on no worker", name)
   self:ended({
-    status = ending.INTERRUPTED[name] or 1,
+    status = 128 + uv.constants[name],
     kind = "interrupted",
     reason = name,
     message = "interrupted",
@@ -566,14 +554,13 @@ function Round:run()
     return self.result
   end
   -- What is raised from here on (no room for the logs, say) must not leave the workers taken.
-  local undo <close> = setmetatable({}, {
+  local _ <close> = setmetatable({}, {
     __close = function(_, problem)
       if problem and not gang.started then
         gang.options.lease:release(leases.links_of(self.options.fleet))
       end
     end,
   })
-  assert(undo)
   if self.options.further then
     self.steps:tell_start(self.options.further ~= true and self.options.further or nil)
   end

@@ -75,7 +75,7 @@ function M.save(gang, steps, say)
     say("Checkpoint: nothing new is on disk %d s after SIGUSR1; the run goes on", AWAIT)
   end)
   if not ok then
-    if not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal") then
+    if err.is_fatal(problem) then
       error(problem, 0)
     end
     say("SIGUSR1: %s", tostring(problem))

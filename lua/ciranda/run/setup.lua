@@ -129,7 +129,7 @@ function M.stop(fleet, hash)
         one:stop(GRACE, "its run was stopped")
       end
     end)
-    if not ok and (not err.is(problem) or err.is(problem, "cancelled", "misuse", "internal")) then
+    if not ok and err.is_fatal(problem) then
       error(problem, 0)
     end
   end)

@@ -116,7 +116,7 @@ function Watch:follow(member)
     local ok, text = pcall(member.attempt.remote_tail, member.attempt, TAIL)
     if ok then
       keep_tail(member, text)
-    elseif not err.is(text) or err.is(text, "cancelled", "misuse", "internal") then
+    elseif err.is_fatal(text) then
       error(text, 0)
     end
   end

@@ -3,6 +3,7 @@
 -- It is started by its keeper (ciranda.sim.keeper), is told what to simulate in one JSON argument, says one line of
 -- JSON on standard output when it is ready or cannot be, and lives until its standard input ends or it is signalled.
 
+local accounts = require("ciranda.io.account")
 local addresses = require("ciranda.sim.addresses")
 local clock = require("ciranda.sim.clock")
 local compute = require("ciranda.sim.compute")
@@ -183,7 +184,7 @@ local function notes_of(place, tools)
   local notes = {}
   if place.kind == "user" then
     notes[#notes + 1] = ("start-up scripts run as root of a user namespace, which is %s outside of it"):format(
-      uv.os_get_passwd().username
+      accounts.login_name() or uv.getuid()
     )
   end
   if place.kind == "none" then
@@ -193,7 +194,7 @@ local function notes_of(place, tools)
     notes[#notes + 1] = "start-up scripts run as the worker's own user, not as root"
     if not tools.wrapper then
       notes[#notes + 1] = ("only the user %s can log in to the workers: install libnss-wrapper"):format(
-        uv.os_get_passwd().username
+        accounts.login_name() or uv.getuid()
       )
     end
   end

@@ -14,6 +14,7 @@ local known_hosts = require("ciranda.ssh.known_hosts")
 local log = require("ciranda.io.log")
 local process = require("ciranda.io.process")
 local uv = require("luv")
+local values = require("ciranda.ssh.config_value")
 
 local M = {}
 
@@ -25,105 +26,6 @@ local EXEC_SECONDS = 30
 
 -- Keywords whose values add up, each a file, and their field.
 local FILES = { identityfile = "identity_files", certificatefile = "certificate_files" }
-
--- Values -----------------------------------------------------------------------------------------------------------
-
-local function bad(line, what)
-  errors.raise({
-    code = "usage",
-    op = "ssh.config",
-    target = line.where,
-    message = ("%s: %s: %s"):format(line.where, line.keyword, what),
-  })
-end
-
---- "10", "1m30s", "2h": seconds.
-local function seconds(line, text)
-  local total, rest = 0, text:lower()
-  local units = { [""] = 1, s = 1, m = 60, h = 3600, d = 86400, w = 604800 }
-  if rest == "" then
-    bad(line, "a time is missing")
-  end
-  while rest ~= "" do
-    local number, unit, left = rest:match("^(%d+)([smhdw]?)(.*)$")
-    if not number then
-      bad(line, ("%q is no time"):format(text))
-    end
-    total = total + tonumber(number) * units[unit]
-    rest = left
-  end
-  return total
-end
-
-local YES = { yes = true, ["true"] = true, no = false, ["false"] = false }
-
-local function yes_no(line, text)
-  local value = YES[text]
-  if value == nil then
-    bad(line, ("yes or no is expected, not %q"):format(text))
-  end
-  return value
-end
-
-local CHECKING = {
-  yes = "strict",
-  ["true"] = "strict",
-  ask = "strict",
-  ["accept-new"] = "accept-new",
-  no = "accept-new", -- a changed key is refused all the same
-  ["false"] = "accept-new",
-  off = "accept-new",
-}
-
-local FAMILY = { any = "any", inet = "inet", inet6 = "inet6" }
-
-local function choice(set)
-  return function(line, text)
-    if set[text:lower()] == nil then
-      bad(line, ("%q is no choice"):format(text))
-    end
-    return set[text:lower()]
-  end
-end
-
-local function integer(lowest, highest)
-  return function(line, text)
-    local value = math.tointeger(tonumber(text))
-    if not value or value < lowest or value > highest then
-      bad(line, ("an integer from %d to %d is expected, not %q"):format(lowest, highest, text))
-    end
-    return value
-  end
-end
-
-local function text_of(_, text)
-  return text
-end
-
--- Keywords of one value: the field, and how its text is read.
-local SINGLE = {
-  hostname = { "hostname", text_of },
-  port = { "port", integer(1, 65535) },
-  user = { "user", text_of },
-  hostkeyalias = { "host_key_alias", text_of },
-  stricthostkeychecking = { "host_key_policy", choice(CHECKING) },
-  connecttimeout = {
-    "connect_timeout",
-    function(line, text)
-      -- "none" leaves the place to a later value, as in OpenSSH.
-      if text ~= "none" then
-        return seconds(line, text)
-      end
-      return nil
-    end,
-  },
-  serveraliveinterval = { "alive_interval", seconds },
-  serveralivecountmax = { "alive_count", integer(0, 1000) },
-  identitiesonly = { "identities_only", yes_no },
-  identityagent = { "identity_agent", text_of },
-  bindaddress = { "bind_address", text_of },
-  addressfamily = { "address_family", choice(FAMILY) },
-}
 
 -- Evaluation -------------------------------------------------------------------------------------------------------
 
@@ -232,7 +134,7 @@ function Reader:runs_well(line, command)
   })
   if not ok then
     if errors.is(result, "timeout") then
-      bad(line, ("%s has not ended within %d s"):format(command, EXEC_SECONDS))
+      values.bad(line, ("%s has not ended within %d s"):format(command, EXEC_SECONDS))
     end
     error(result, 0)
   end
@@ -244,7 +146,7 @@ function Reader:match(line)
   local args = line.args
   local index, result = 1, true
   if #args == 0 then
-    bad(line, "criteria are missing")
+    values.bad(line, "criteria are missing")
   end
   while index <= #args do
     local word, value = args[index]:match("^([^=]+)=?(.*)$")
@@ -264,7 +166,7 @@ function Reader:match(line)
         value = args[index]
       end
       if not value then
-        bad(line, ("%s lacks a value"):format(criterion))
+        values.bad(line, ("%s lacks a value"):format(criterion))
       end
       if criterion == "host" then
         hit = matches({ value }, self:hostname())
@@ -335,7 +237,7 @@ function Reader:special(line)
       for _, word in ipairs(args) do
         local name, value = word:match("^([^=]+)=(.*)$")
         if not name then
-          bad(line, ("NAME=VALUE is expected, not %q"):format(word))
+          values.bad(line, ("NAME=VALUE is expected, not %q"):format(word))
         end
         table.insert(found.set_env, { name, value })
       end
@@ -357,11 +259,11 @@ function Reader:take(lines, active, base, depth)
       active = self:match(line) and self.outer
     elseif keyword == "include" then
       self:include(line, active, base, depth)
-    elseif active and (SINGLE[keyword] or #args > 0) then
+    elseif active and (values.SINGLE[keyword] or #args > 0) then
       if #args == 0 then
-        bad(line, "its value is missing")
+        values.bad(line, "its value is missing")
       end
-      local single = SINGLE[keyword]
+      local single = values.SINGLE[keyword]
       if single then
         local field, convert = single[1], single[2]
         local value = convert(line, args[1])
@@ -377,7 +279,7 @@ end
 
 function Reader:include(line, active, base, depth)
   if depth >= MAX_DEPTH then
-    bad(line, "files include each other too deeply")
+    values.bad(line, "files include each other too deeply")
   end
   for _, pattern in ipairs(line.args) do
     pattern = files.home(pattern)

@@ -1,11 +1,11 @@
 --- A connection whose user is authenticated: commands, files and tunnels on it.
 
-local shell = require("ciranda.io.shell")
 local channels = require("ciranda.ssh.channel")
 local errors = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local log = require("ciranda.io.log")
 local scheduler = require("ciranda.task.scheduler")
+local shell = require("ciranda.io.shell")
 local slots_of = require("ciranda.ssh.slots")
 local task = require("ciranda.task")
 

@@ -184,7 +184,7 @@ function M.listen(scope, connection, options)
         clients:spawn("a client of port " .. self.port, function(client)
           local good, err = pcall(self._serve, self, client)
           if not good then
-            if not errors.is(err) or errors.is(err, "cancelled", "misuse", "internal") then
+            if errors.is_fatal(err) then
               error(err, 0)
             end
             log.debug("%s:%d: %s", self.address, self.port, errors.text(err))

@@ -232,7 +232,7 @@ end
 
 --- Note why a key was not accepted, or could not be offered.
 function Attempts:failed(name, err)
-  if not errors.is(err) or errors.is(err, "cancelled", "misuse", "internal") then
+  if errors.is_fatal(err) then
     error(err, 0)
   end
   if self.session:status() == "dead" then

@@ -44,6 +44,16 @@ describe("an error", function()
     assert.is_false(errors.is(nil))
   end)
 
+  it("is fatal for whoever catches it when it is a cancellation, a mistake, or none of ours", function()
+    for _, code in ipairs({ "cancelled", "misuse", "internal" }) do
+      assert.is_true(errors.is_fatal(errors.new({ code = code, message = "m" })), code)
+    end
+    for _, value in ipairs({ "attempt to index a nil value", { code = "timeout", message = "m" } }) do
+      assert.is_true(errors.is_fatal(value))
+    end
+    assert.is_false(errors.is_fatal(errors.new({ code = "timeout", message = "m" })))
+  end)
+
   it("is raised with the traceback of the place", function()
     local function culprit()
       errors.raise({ code = "auth", message = "no key fits" })
