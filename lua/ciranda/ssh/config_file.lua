@@ -68,7 +68,7 @@ end
 function M.parse(text, path)
   local lines = {}
   local number = 0
-  for line in (text .. "\n"):gmatch("(.-)\n") do
+  for line in text:gmatch("([^\n]*)\n?") do
     number = number + 1
     line = line:gsub("[%s\f\r]+$", "")
     local keyword, rest = line:match('^%s*"([^"]+)"%s*=?%s*(.*)$')

@@ -76,7 +76,7 @@ end
 function M.parse(text, path)
   local entries = {}
   local number = 0
-  for line in (text .. "\n"):gmatch("(.-)\r?\n") do
+  for line in text:gmatch("([^\n]*)\n?") do
     number = number + 1
     local marker, rest = line:match("^%s*@(%S+)%s+(.*)$")
     local names, key_type, key = (rest or line):match("^%s*([^%s#]%S*)%s+(%S+)%s+(%S+)")
