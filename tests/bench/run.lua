@@ -10,7 +10,6 @@
 --- out. The code is new in every round, as it is for somebody who is changing it: nobody finds it on the workers.
 --- CPU is that of the client and of every process it started, from its beginning to its end.
 local fs = require("ciranda.io.fs")
-local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
 local sim = require("ciranda.sim")
@@ -21,6 +20,7 @@ local BINARY = assert(os.getenv("CIRANDA_BINARY"), "CIRANDA_BINARY names the pro
 local SHORT = os.getenv("CIRANDA_SHORT") ~= nil
 local SCRATCH = assert(arg[1], "a scratch directory is expected")
 local HERE = fs.realpath(arg[0]:match("^(.*)/[^/]*$") or ".")
+local sim_workers = dofile(HERE .. "/../fixtures/sim_workers.lua")
 local LIMIT = 900 -- s, for everything
 local RUN_LIMIT = 120 -- s, for one run
 local LOOK = 0.005 -- s between two looks at the logs
@@ -60,43 +60,15 @@ local function make_key()
   return path
 end
 
-local function api(simulator, method, path, body)
-  local token = fs.read(simulator.env.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+")
-  local response = http.request({
-    method = method,
-    url = simulator.url .. path,
-    headers = { Authorization = "Bearer " .. token, ["Content-Type"] = "application/json" },
-    body = body and json.encode(body),
-    timeout = 30,
-  })
-  assert(response.status == 200, ("%s %s: HTTP %d"):format(method, path, response.status))
-  return json.decode(response.body)
-end
-
---- The workers of a simulator: { address, slice, worker }, with their keys written to known_hosts.
+--- The workers of a simulator, their keys written to known_hosts.
 local function workers_of(simulator)
-  local port = simulator.env.CIRANDA_SSH_PORT
-  local parent = ("/v2/projects/%s/locations/%s/nodes"):format(
-    simulator.env.CLOUDSDK_CORE_PROJECT,
-    simulator.env.CLOUDSDK_COMPUTE_ZONE
-  )
-  local workers, keys = {}, {}
-  for _, node in ipairs(api(simulator, "GET", parent).nodes) do
-    local slice = tonumber(node.name:match("%-(%d+)$"))
-    local attributes = api(simulator, "POST", "/v2/" .. node.name .. ":getGuestAttributes", {
-      queryPath = "hostkeys/",
-    }).guestAttributes
-    for place, endpoint in ipairs(node.networkEndpoints) do
-      table.insert(workers, { address = endpoint.ipAddress, slice = slice, worker = place - 1 })
-      for _, item in ipairs(attributes[place].queryValue.items) do
-        table.insert(keys, ("[%s]:%s %s %s\n"):format(endpoint.ipAddress, port, item.key, item.value))
-      end
+  local workers, lines = sim_workers.of(simulator), {}
+  for _, worker in ipairs(workers) do
+    for _, key in ipairs(worker.keys) do
+      table.insert(lines, ("[%s]:%s %s\n"):format(worker.address, simulator.env.CIRANDA_SSH_PORT, key))
     end
   end
-  table.sort(workers, function(a, b)
-    return a.slice * WORKERS_PER_SLICE + a.worker < b.slice * WORKERS_PER_SLICE + b.worker
-  end)
-  fs.write(SCRATCH .. "/home/.ssh/known_hosts", table.concat(keys))
+  fs.write(SCRATCH .. "/home/.ssh/known_hosts", table.concat(lines))
   return workers
 end
 

@@ -3,12 +3,13 @@
 --- lines that nobody could guess and keeps a copy of every byte; the runner's files must be those copies. The last
 --- line is JSON.
 local fs = require("ciranda.io.fs")
-local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
 local sim = require("ciranda.sim")
 local task = require("ciranda.task")
 local uv = require("luv")
+
+local sim_workers = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/../fixtures/sim_workers.lua")
 
 local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
 local SCRATCH = assert(arg[1], "a scratch directory is expected")
@@ -79,39 +80,20 @@ local function relay_to(address, port)
   return relay
 end
 
-local function api(simulator, method, path, body)
-  local token = fs.read(simulator.env.CLOUDSDK_AUTH_ACCESS_TOKEN_FILE):match("%S+")
-  local response = http.request({
-    method = method,
-    url = simulator.url .. path,
-    headers = { Authorization = "Bearer " .. token, ["Content-Type"] = "application/json" },
-    body = body and json.encode(body),
-    timeout = 30,
-  })
-  assert(response.status == 200, ("%s %s: HTTP %d"):format(method, path, response.status))
-  return json.decode(response.body)
-end
-
 --- Relays to all workers, their lines for a hosts file and for known_hosts.
 local function relays(simulator)
-  local parent = ("/v2/projects/%s/locations/%s/nodes"):format(
-    simulator.env.CLOUDSDK_CORE_PROJECT,
-    simulator.env.CLOUDSDK_COMPUTE_ZONE
-  )
   local list, hosts, known = {}, {}, {}
-  for _, node in ipairs(api(simulator, "GET", parent).nodes) do
-    local slice = tonumber(node.name:match("%-(%d+)$") or 0)
-    local attributes = api(simulator, "POST", "/v2/" .. node.name .. ":getGuestAttributes", {
-      queryPath = "hostkeys/",
-    }).guestAttributes
-    for place, endpoint in ipairs(node.networkEndpoints) do
-      local relay = relay_to(endpoint.ipAddress, math.tointeger(tonumber(simulator.env.CIRANDA_SSH_PORT)))
-      relay.slice, relay.worker = slice, place - 1
-      list[#list + 1] = relay
-      hosts[#hosts + 1] = ("127.0.0.1 slice=%d worker=%d port=%d\n"):format(slice, place - 1, relay.port)
-      for _, item in ipairs(attributes[place].queryValue.items) do
-        known[#known + 1] = ("[127.0.0.1]:%d %s %s\n"):format(relay.port, item.key, item.value)
-      end
+  for _, worker in ipairs(sim_workers.of(simulator)) do
+    local relay = relay_to(worker.address, math.tointeger(tonumber(simulator.env.CIRANDA_SSH_PORT)))
+    relay.slice, relay.worker = worker.slice, worker.worker
+    list[#list + 1] = relay
+    hosts[#hosts + 1] = ("127.0.0.1 slice=%d worker=%d port=%d\n"):format(
+      worker.slice,
+      worker.worker,
+      relay.port
+    )
+    for _, key in ipairs(worker.keys) do
+      known[#known + 1] = ("[127.0.0.1]:%d %s\n"):format(relay.port, key)
     end
   end
   fs.write(SCRATCH .. "/hosts", table.concat(hosts))

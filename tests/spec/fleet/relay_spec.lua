@@ -49,10 +49,7 @@ describe("fleet:push via workers", function()
         module[name] = value
       end
     end
-    fleet:close()
-    for _, machine in pairs(machines) do
-      machine:kill_all()
-    end
+    machines_of.end_all(machines, { fleet })
     fs.remove_tree(root)
   end)
 

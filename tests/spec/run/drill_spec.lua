@@ -29,18 +29,7 @@ describe("run.drill", function()
   end)
 
   local function end_machines()
-    for _, machine in pairs(machines) do
-      machine:kill_all()
-    end
-    if workers then
-      workers:close()
-    end
-    local deadline = uv.hrtime() + 5e9
-    for _, machine in pairs(machines) do
-      while next(machine:processes()) and uv.hrtime() < deadline do
-        task.sleep(0.02)
-      end
-    end
+    machines_of.end_all(machines, { workers })
   end
 
   after_each(function()

@@ -95,19 +95,7 @@ describe("run.gang", function()
   end)
 
   after_each(function()
-    for _, machine in pairs(machines or {}) do
-      machine:kill_all()
-    end
-    if workers then
-      workers:close()
-    end
-    -- A guard that was just killed may still be writing.
-    local deadline = uv.hrtime() + 5e9
-    for _, machine in pairs(machines or {}) do
-      while next(machine:processes()) and uv.hrtime() < deadline do
-        task.sleep(0.02)
-      end
-    end
+    machines_of.end_all(machines, { workers })
     os.execute(("rm -rf '%s'"):format(root))
   end)
 

@@ -19,18 +19,7 @@ describe("run.gang watches", function()
   end)
 
   after_each(function()
-    for _, machine in pairs(machines or {}) do
-      machine:kill_all()
-    end
-    if workers then
-      workers:close()
-    end
-    local deadline = uv.hrtime() + 5e9
-    for _, machine in pairs(machines or {}) do
-      while next(machine:processes()) and uv.hrtime() < deadline do
-        task.sleep(0.02)
-      end
-    end
+    machines_of.end_all(machines, { workers })
     os.execute(("rm -rf '%s'"):format(root))
   end)
 
