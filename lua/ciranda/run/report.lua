@@ -113,6 +113,22 @@ function M.stop_state(word, rows, seconds)
   return ("%s, %.0f s: %s"):format(word, seconds, state), state
 end
 
+--- Bytes of a line of a log that are printed in a report.
+local LINE = 500
+
+--- A line of a log as a terminal may have it: of a progress bar the last state, no colours, no bytes that a terminal
+--- obeys, and no more than fits on a screen.
+---@param line string
+---@return string
+local function legible(line)
+  line = line:gsub("\r+$", ""):match("[^\r]*$"):gsub("\27%[[%d;?]*%a", ""):gsub("[^%C\t]", "?")
+  if #line <= LINE then
+    return line
+  end
+  local cut = utf8.len(line) and utf8.offset(line, 0, LINE + 1) - 1 or LINE
+  return ("%s... (%d bytes more)"):format(line:sub(1, cut), #line - cut)
+end
+
 --- Lines as they are printed for the end of a log.
 ---@param worker ciranda.Worker
 ---@param tail string[]
@@ -120,7 +136,7 @@ end
 function M.tail(worker, tail)
   local lines = {}
   for place, line in ipairs(tail) do
-    lines[place] = ("slice%d/worker%d: %s"):format(worker.slice, worker.index, line)
+    lines[place] = ("slice%d/worker%d: %s"):format(worker.slice, worker.index, legible(line))
   end
   return lines
 end
