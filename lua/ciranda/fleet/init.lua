@@ -46,6 +46,7 @@ local RUN_OPTIONS = {
   stdin = true,
   env = true,
   timeout = true,
+  within = true,
   first_byte = true,
   on_stdout = true,
   on_stderr = true,
@@ -212,8 +213,8 @@ end
 --- In a program that has no handler of its own the first Ctrl-C says who is still running, and the second stops them.
 ---@param command string
 ---@param options table? stdin (a string, or a file by `{ path = }`: all read the same), env, timeout (seconds, a
----  worker), first_byte (seconds until a worker must have said something), limit (workers at once),
----  on_stdout(worker, bytes), on_stderr(worker, bytes), on_result(result) as each worker ends
+---  worker), within (the same, with the way to it), first_byte (seconds until a worker must have said something),
+---  limit (workers at once), on_stdout(worker, bytes), on_stderr(worker, bytes), on_result(result) as each ends
 ---@return ciranda.fleet.Results one a worker, in order; a failure to connect or a timeout is its `err`
 -- Raises only misuse and cancellation; `results:check()` raises the rest.
 function Fleet:run(command, options)
@@ -248,9 +249,12 @@ function Fleet:run(command, options)
         end
       end
     end
-    local answer = worker_link:use(function(connection)
-      return connection:exec(command, exec_options)
-    end)
+    local function use()
+      return worker_link:use(function(connection)
+        return connection:exec(command, exec_options)
+      end)
+    end
+    local answer = options.within and task.timeout(options.within, use) or use()
     return { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = answer.stderr }
   end, options.limit, on_result)
 end

@@ -203,10 +203,20 @@ end
 
 --- Reads the worker's host keys again where they came from. Returns whether they are others now.
 ---@private
+---@return boolean
+---@return any? problem why they cannot be read
 function Link:renew_pins()
   local worker, renew = self.worker, self.settings.fresh_pins
-  local pins = renew and worker.pins and renew(worker)
-  if not pins or table.concat(pins, "\n") == table.concat(worker.pins, "\n") then
+  if not (renew and worker.pins) then
+    return false
+  end
+  local ok, pins = pcall(renew, worker)
+  if not ok then
+    if err.is_fatal(pins) then
+      error(pins, 0)
+    end
+    return false, pins
+  elseif not pins or table.concat(pins, "\n") == table.concat(worker.pins, "\n") then
     return false
   end
   worker.pins = pins
@@ -229,8 +239,16 @@ function Link:dial_until()
       })
     end
     local ok, result = pcall(self.try_addresses, self)
-    if not ok and err.is(result, "hostkey") and result.reason == "changed" and self:renew_pins() then
-      ok, result = pcall(self.try_addresses, self)
+    if not ok and err.is(result, "hostkey") and result.reason == "changed" then
+      local others, problem = self:renew_pins()
+      if others then
+        ok, result = pcall(self.try_addresses, self)
+      elseif problem then
+        result.message = ("%s; whether it has another one now could not be asked: %s"):format(
+          result.message,
+          err.text(problem)
+        )
+      end
     end
     if ok then
       return result

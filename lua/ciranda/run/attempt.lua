@@ -22,6 +22,10 @@ local SHORT = 60
 --- A follow that has had nothing to say for this long ends and is begun again: so a connection that died
 --- without a word is noticed after this time and SHORT.
 local IDLE = 60
+--- Failures, besides those of a connection itself, that may pass. Where a worker was connected to before, also that
+--- its name is not found, while this machine has no network; and once its command runs, that its shell cannot ask the
+--- guard.
+local PASSING = { "refused", "unavailable", "rate_limit" }
 --- The guard's exit status for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST = 3
 
@@ -291,7 +295,11 @@ function Attempt:persist(seconds, what, fn, patience)
       return table.unpack(result, 2, result.n)
     end
     local problem = result[2]
-    if not link_of.broken(problem) and not err.is(problem, "refused") then
+    local passing = link_of.broken(problem)
+      or err.is(problem, table.unpack(PASSING))
+      or what ~= "stage" and err.is(problem, "resolve")
+      or what == "status" and err.is(problem, "failed")
+    if not passing then
       error(problem, 0)
     end
     if self.last_contact > tried then

@@ -260,7 +260,9 @@ function M.look(fleet, directory, options)
   end
   local path = path_of(directory, options)
   local listing = { directory = directory, steps = {}, problems = {}, answered = 0, iterators = {} }
-  local results = fleet:run(listing_command(path), { timeout = options.timeout or LOOK })
+  local limit = options.timeout or LOOK
+  -- The way to a worker counts too: one that is gone must not hold up what the others are asked for.
+  local results = fleet:run(listing_command(path), { timeout = limit, within = limit })
   for _, result in ipairs(results) do
     if result.err or result.code ~= 0 then
       listing.problems[result.worker] = tostring(result.err or ("exit status %s"):format(result.code))

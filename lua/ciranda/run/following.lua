@@ -18,8 +18,9 @@ local WAIT_ONLY = "8e15"
 --- Seconds that a tree outlives its leader before that is worth a word.
 local LEADER_NOTICE = 5
 
---- Failures after which a worker that was followed is lost: another machine answers at its address, or none.
-local LOST = { "lost", "hostkey", "auth", "resolve" }
+--- Failures after which a worker that was followed is lost: another machine answers at its address, or none, or
+--- nobody is let in any more.
+local LOST = { "lost", "hostkey", "auth", "permission", "not_found", "precondition" }
 
 --- Follows the log on one connection, until its end, until it has been idle, or until the connection breaks.
 ---@param attempt ciranda.run.Attempt

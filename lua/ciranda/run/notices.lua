@@ -4,7 +4,6 @@
 -- the connection. It ends with its connection, which is made again while the run lasts.
 local err = require("ciranda.io.error")
 local json = require("ciranda.io.json")
-local link_of = require("ciranda.fleet.link")
 local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
@@ -73,7 +72,7 @@ end
 local function watch_worker(link, take)
   local forever = task.event()
   while true do
-    local partial = ""
+    local partial, mine = "", nil
     local ok, answer = pcall(function()
       return link:use(function(connection)
         return connection:exec(M.command(), {
@@ -83,7 +82,11 @@ local function watch_worker(link, take)
           on_stdout = function(bytes)
             partial = partial .. bytes
             for line in partial:gmatch("([^\n]*)\n") do
-              take(line)
+              local taken, problem = pcall(take, line)
+              if not taken then
+                mine = problem
+                error(problem, 0)
+              end
             end
             partial = partial:match("[^\n]*$")
           end,
@@ -92,11 +95,10 @@ local function watch_worker(link, take)
     end)
     if ok and answer.code then
       return -- no curl, or no metadata server: there is nothing to learn here
-    elseif
-      not ok and not (link_of.broken(answer) or err.is(answer, "refused", "hostkey", "auth", "resolve"))
-    then
-      error(answer, 0)
+    elseif mine or not ok and err.is_fatal(answer) then
+      error(mine or answer, 0)
     end
+    -- Whatever keeps us from the worker: whether it is lost is for others to say.
     task.sleep(AGAIN)
   end
 end

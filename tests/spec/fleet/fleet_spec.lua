@@ -245,6 +245,13 @@ describe("fleet", function()
     told = { current }
     assert.is_nil(fleet_of(fresh):run("x")[1].err)
     assert.equal(2, asked)
+    -- Who cannot be asked does not make another failure of it, but is told.
+    current = "ssh-ed25519 other"
+    local failed = fleet_of(function()
+      errors.raise({ code = "unavailable", message = "503" })
+    end):run("x")[1].err
+    assert.equal("hostkey", failed.code)
+    assert.matches("could not be asked: 503", failed.message, 1, true)
     -- A second machine that shows yet another key is asked about once, and refused.
     current = "ssh-ed25519 third"
     assert.equal("hostkey", fleet_of(fresh):run("x")[1].err.code)
@@ -267,6 +274,25 @@ describe("fleet", function()
     })
     assert.equal("ab", got["1.1"])
   end)
+
+  it(
+    "waits for a worker that is not reached within its time no longer, and has the others' answers",
+    function()
+      local other <close> = fleets.new(slices, {
+        connect = function(options)
+          if (options.address or options.host) == "1.0" then
+            task.sleep(3600)
+          end
+          return connect(options)
+        end,
+      })
+      local results = other:run("echo here", { within = 2 })
+      for _, result in ipairs(results) do
+        local off = result.worker.address == "1.0"
+        assert.equal(off and "timeout" or "here\n", off and result.err.code or result.stdout)
+      end
+    end
+  )
 
   it("limits how many run at once", function()
     local running, most = 0, 0

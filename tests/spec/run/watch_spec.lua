@@ -372,6 +372,29 @@ the_place_where_it_hangs()
       end)
     end
 
+    it("when this machine has no network for a while, or the way to the workers is shut", function()
+      local one =
+        start(gang_of(1, 2, "echo ran >> ../ran; echo line; until [ -e ../../on ]; do sleep 0.1; done"))
+      local machine = machines["0.1"]
+      local scope <close> = task.scope()
+      local watching = scope:spawn(one.watch, one)
+      for _, code in ipairs({ "resolve", "unavailable", "rate_limit" }) do
+        local connects = machine.connects
+        machine.refuses = { code = code, op = "connect", message = "not now" }
+        for connection in pairs(machine.connections) do
+          connection:cut()
+        end
+        patience.wait_for("two tries", function()
+          return machine.connects >= connects + 2
+        end)
+      end
+      machine.refuses = nil
+      io.open(root .. "/on", "w"):close()
+      assert.equal(0, watching:wait().status)
+      assert.equal("ran\n", read(machine.home .. "/ran"))
+      assert.equal("line\n", one.logs["0.1"])
+    end)
+
     it("when it ends with 255, which is its own status and no lost connection", function()
       local one = start(gang_of(1, 1, "echo ran >> ../ran; echo out; exit 255"))
       local verdict = one:watch()
