@@ -68,8 +68,7 @@ local function from_attempt(state, id)
     end,
     ended = function()
       local now = runs.read(state.run)
-      local open = runs.open_attempt(now)
-      return not runs.runner(now) or not (open and open.attempt == attempt.attempt)
+      return not runs.is_watched(now) or runs.attempt(now, attempt.attempt).ended ~= nil
     end,
   }
 end
@@ -144,7 +143,23 @@ local function more_there(state, id)
     return false
   end
   local follow = type(attempt.watch) == "table" and attempt.watch.follow
-  return not runs.runner(state) or follow == "first" or follow == "auto" and #(attempt.workers or {}) > 64
+  return not runs.is_watched(state) or follow == "first" or follow == "auto" and #(attempt.workers or {}) > 64
+end
+
+--- Waits for an attempt beyond the first so many to be started, as long as somebody may start one.
+---@async
+---@param run string
+---@param known integer
+---@return ciranda.journal.State
+local function await_attempt(run, known)
+  while true do
+    local state = runs.read(run)
+    local last = state.attempts[#state.attempts]
+    if not runs.is_watched(state) or #state.attempts > known and (last.gone or last.ended) then
+      return state
+    end
+    task.sleep(LOOK)
+  end
 end
 
 --- The logs of a job, in its bucket.
@@ -232,22 +247,38 @@ function M.run(context)
   end
   local state = runs.read(flags.RUN)
   local is_job = state.recipe == "multihost_job" and #state.attempts == 0
-  local remote = not is_job
-    and not context.json
-    and flags.remote ~= false
-    and (flags.remote or more_there(state, flags.attempt))
-  local source = is_job and from_bucket(state)
-    or remote and from_workers(state, flags.attempt, function(...)
-      context.progress:say(...)
-    end)
-    or from_attempt(state, flags.attempt)
-  local closing <close> = setmetatable({}, { __close = source.close or function() end })
+  local goes_on = flags.follow and not flags.attempt and not is_job and not context.json
+  if goes_on then
+    state = await_attempt(flags.RUN, 0)
+  end
+  local source, remote
+  local function open()
+    remote = not is_job
+      and not context.json
+      and flags.remote ~= false
+      and (flags.remote or more_there(state, flags.attempt))
+    source = is_job and from_bucket(state)
+      or remote and from_workers(state, flags.attempt, function(...)
+        context.progress:say(...)
+      end)
+      or from_attempt(state, flags.attempt)
+  end
+  open()
+  local function close()
+    if source.close then
+      source.close()
+    end
+  end
+  local closing <close> = setmetatable({}, { __close = close })
   assert(closing)
   if #source.workers == 0 then
     context.progress:say("No worker of run %s has written anything yet", state.run)
     return
   end
-  local workers = flags.show and nodeset.select(source.workers, flags.show) or { source.workers[1] }
+  local function chosen()
+    return flags.show and nodeset.select(source.workers, flags.show) or { source.workers[1] }
+  end
+  local workers = chosen()
   if context.json then
     for _, worker in ipairs(workers) do
       context.progress:event({
@@ -288,16 +319,38 @@ function M.run(context)
   for _, worker in ipairs(workers) do
     positions[worker] = flags.tail and tail_offset(source, worker, flags.tail) or 0
   end
-  repeat
-    local ended = not flags.follow or source.ended()
-    show()
-    if not ended then
-      task.sleep(source.look)
+  while true do
+    repeat
+      local ended = not flags.follow or source.ended()
+      show()
+      if not ended then
+        task.sleep(source.look)
+      end
+    until ended or screen:is_gone()
+    local known = #state.attempts
+    if not goes_on or screen:is_gone() then
+      break
     end
-  until ended
+    state = await_attempt(state.run, known)
+    if #state.attempts == known then
+      break
+    end
+    -- The lines of the one come before those of the other.
+    for _, worker in ipairs(workers) do
+      screen:finish(worker)
+    end
+    close()
+    open()
+    workers = chosen()
+    screen:expect(workers)
+    for _, worker in ipairs(workers) do
+      positions[worker] = 0
+    end
+    context.progress:say("Attempt %d of run %s", #state.attempts, state.run)
+  end
   screen:close()
   local now = runs.read(state.run)
-  if not is_job and not runs.runner(now) and runs.open_attempt(now) then
+  if not is_job and not runs.is_watched(now) and runs.open_attempt(now) then
     context.progress:say(
       "Run %s has no runner: %s. ciranda attach %s takes it up.",
       state.run,

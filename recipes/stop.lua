@@ -34,12 +34,21 @@ local GRACE = 300
 --- Asks the runner on this machine to stop, and waits until it has left.
 local function stop_runner(context, state, runner)
   local last = state.attempts[#state.attempts]
-  local deadline = (last and last.grace or GRACE) + BEYOND
-  context.progress:say("Run %s: asking its runner (process %d) to stop", state.run, runner.pid)
+  local grace = last and last.grace or GRACE
+  context.progress:say(
+    "Run %s: asking its runner (process %d) to stop%s",
+    state.run,
+    runner.pid,
+    context.flags.GRACE
+        and ("; it gives %g s, as it was told (--GRACE is for a run without a runner)"):format(grace)
+      or ""
+  )
   local ok, problem, name = uv.kill(runner.pid, "sigterm")
   if not ok and name ~= "ESRCH" then -- one that has ended meanwhile needs no signal
     err.raise(err.wrap(problem, { op = "stop", target = "process " .. runner.pid }))
   end
+  uv.kill(runner.pid, "sigcont") -- one that Ctrl-Z has suspended hears nothing before
+  local deadline = grace + BEYOND
   local left, why = pcall(task.timeout, deadline, function()
     while runs.runner(runs.read(state.run)) do
       task.sleep(LOOK)

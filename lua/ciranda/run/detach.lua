@@ -72,7 +72,8 @@ end
 ---@param context ciranda.cli.Context
 ---@param run string the run's name
 ---@param attaching boolean? it takes up a run that has been started
----@return integer status 0 when it goes on; the runner's own when it has ended before that
+---@return integer status 0 when it goes on, 129 when the terminal was lost before that; the runner's own when it has
+---  ended before
 -- Raises "usage" with `run --sim`, "busy" when a runner has the run; what starting raises.
 function M.run(context, run, attaching)
   local before, after = own_words()
@@ -94,6 +95,15 @@ function M.run(context, run, attaching)
   local known, before_it = pcall(runs.read, run)
   local earlier = attaching and known and runs.runner(before_it)
   local began = os.time()
+  -- The terminal may be lost before COMMAND runs: the runner does without it.
+  local lost = task.event()
+  local remove = context.on_interrupt(function(name)
+    if name == "SIGHUP" then
+      lost:set()
+    end
+    return name == "SIGHUP"
+  end)
+  local _ <close> = setmetatable({}, { __close = remove })
   guarded:start(script, { shell = "/bin/sh", keep = KEEP })
   local ok, first, record = pcall(task.race, {
     function()
@@ -111,6 +121,9 @@ function M.run(context, run, attaching)
         and not (earlier and runner.id == earlier.id)
         and (attaching or (open.gone or 0) / 1e6 >= began - 1)
     end,
+    function()
+      lost:wait()
+    end,
   })
   if not ok then
     -- Told to end while it is still staging: nothing is left behind.
@@ -121,9 +134,10 @@ function M.run(context, run, attaching)
     context.finish({ kind = status == 0 and "done" or "failed", status = status })
     return status
   end
+  local status = first == 3 and 129 or 0
   context.finish({
     kind = "detached",
-    status = 0,
+    status = status,
     message = (
       "Detached: run %s goes on under a guard of its own, and does without this terminal.\n"
       .. "  ciranda logs %s --follow   shows it; ciranda runs %s   how it stands\n"
@@ -131,7 +145,7 @@ function M.run(context, run, attaching)
       .. "  %s/log   is what its runner says"
     ):format(run, run, run, run, guarded.directory),
   })
-  return 0
+  return status
 end
 
 return M

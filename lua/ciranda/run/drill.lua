@@ -274,16 +274,14 @@ function Session:observe(grace, kind, act)
     if after.saved then
       journal:append("saved", { attempt = self.last.attempt, step = after.step })
     end
+    local status = 0
     if verdict then
-      journal:append("attempt_end", {
-        attempt = self.last.attempt,
-        status = verdict.first and verdict.status or 143,
-        kind = kind,
-      })
+      status = verdict.first and verdict.status or 143
+      journal:append("attempt_end", { attempt = self.last.attempt, status = status, kind = kind })
     end
     -- The workers were that runner's; unless the command goes on they are given back at the end.
     self.lease = verdict and leases.new(self.options.run, journal)
-    journal:close(0, "interrupted")
+    journal:close(status, verdict and kind or "interrupted")
   end
   return result
 end

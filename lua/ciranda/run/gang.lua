@@ -67,6 +67,8 @@ local STAGE_COMPANY = 2
 ---@field tail_size integer
 ---@field outcome ciranda.run.Outcome?
 ---@field told boolean? it has been asked to stop
+---@field gone boolean? it has answered the go
+---@field joining ciranda.task.Event? it has still to be found, and started if it was not; set when that is over
 
 ---@class ciranda.run.Gang
 ---@field members ciranda.run.GangMember[]
@@ -166,7 +168,7 @@ function Gang:note(kind, fields)
   if journal then
     fields = fields or {}
     fields.attempt = self.options.id
-    journal:append(kind, fields)
+    journal:note(kind, fields)
   end
 end
 
@@ -330,28 +332,22 @@ function Gang:stage()
 end
 
 --- Takes up an attempt that an earlier runner started: nothing is staged, and what was started is not started again.
---- A member whose machine no longer has the attempt counts as lost.
+--- Nothing is asked yet; `watch` does it, worker by worker, so that one which does not answer holds up nobody. A member
+--- whose machine no longer has the attempt counts as lost.
 ---@param received fun(worker: ciranda.Worker): integer bytes of its log that are here already
 function Gang:rejoin(received)
   self.started = true
-  task.map(self.members, function(member)
+  for _, member in ipairs(self.members) do
     member.attempt.received = received(member.worker)
-    local ok, there, why = pcall(watch.unless_gone, self, member, member.attempt.rejoin)
-    if ok and there then
-      ok, there = pcall(member.attempt.go, member.attempt, self.options.go_timeout or 120)
-      why = not ok and there
-    elseif ok then
-      why = why or "the machine was made anew: the attempt is not there"
-    else
-      why = there
-    end
-    if why then
-      if type(why) ~= "string" and err.is_fatal(why) then
-        error(why, 0)
-      end
-      member.outcome = member.attempt:outcome(nil, tostring(why))
-    end
-  end)
+    member.joining = task.event()
+  end
+end
+
+--- Goes on after a `go` that was cut short: `watch` starts those of which it is not known whether they were.
+function Gang:go_on()
+  for _, member in ipairs(self.members) do
+    member.joining = not member.gone and task.event() or nil
+  end
 end
 
 --- Says go to every worker at once. Before the first one the intent is on the disk.
@@ -362,9 +358,10 @@ function Gang:go()
     journal:intent("go", { attempt = self.options.id })
   end
   self.started = true
-  local seconds = self.options.go_timeout or 120
+  local seconds = self.options.go_timeout or watch.GO
   local failures = self:everyone(seconds, function(member)
     member.attempt:go(seconds)
+    member.gone = true
   end)
   if #failures > 0 then
     self:stop_all(self.options.failure_grace or 30, "another worker could not be started")
@@ -400,6 +397,9 @@ function Gang:stop_all(grace, reason)
     end
   end
   task.map(self.members, function(member)
+    if member.joining then
+      member.joining:wait()
+    end
     if member.outcome then
       return settled(member)
     end

@@ -197,6 +197,7 @@ end
 ---@field private fd integer?
 ---@field private id string this runner's
 ---@field private facts table[]
+---@field private unwritten string[] lines of facts that there was no room for
 ---@field private folded ciranda.journal.State?
 local Journal = {}
 Journal.__index = Journal
@@ -230,19 +231,10 @@ function Journal:sync()
   end
 end
 
---- Appends a fact.
----@param kind string
----@param fields table?
--- Raises "no_space" when the disk is full: the line is then cut off again.
-function Journal:append(kind, fields)
-  if not self.fd then
-    err.misuse(2, "the journal of run %s is closed", self.run)
-  end
-  local fact = { fact = kind, us = now_us() }
-  for name, value in pairs(fields or {}) do
-    fact[name] = value
-  end
-  local line = encode(fact)
+--- Writes a line, whole or not at all.
+---@private
+---@param line string
+function Journal:write(line)
   -- One write with O_APPEND: lines of two processes do not mix.
   local written, message = uv.fs_write(self.fd, line, -1)
   if written ~= #line then
@@ -253,8 +245,58 @@ function Journal:append(kind, fields)
     end
     err.raise(err.wrap(message, { op = "journal: write", target = self.path }))
   end
+end
+
+--- A fact of now, as it is kept here.
+---@private
+---@param kind string
+---@param fields table?
+---@return table
+function Journal:fact(kind, fields)
+  if not self.fd then
+    err.misuse(3, "the journal of run %s is closed", self.run)
+  end
+  local fact = { fact = kind, us = now_us() }
+  for name, value in pairs(fields or {}) do
+    fact[name] = value
+  end
+  return fact
+end
+
+--- Writes what there was no room for.
+---@private
+function Journal:catch_up()
+  while self.unwritten[1] do
+    self:write(self.unwritten[1])
+    table.remove(self.unwritten, 1)
+  end
+end
+
+--- Appends a fact.
+---@param kind string
+---@param fields table?
+-- Raises "no_space" when the disk is full: the line is then cut off again.
+function Journal:append(kind, fields)
+  local fact = self:fact(kind, fields)
+  self:catch_up()
+  self:write(encode(fact))
   table.insert(self.facts, fact)
   self.folded = nil
+end
+
+--- Appends a fact that only tells of what has happened already: where there is no room for it on the disk it is kept,
+--- and written before what is appended next, for what goes on must not end of it.
+---@param kind string
+---@param fields table?
+function Journal:note(kind, fields)
+  local fact = self:fact(kind, fields)
+  table.insert(self.unwritten, encode(fact))
+  table.insert(self.facts, fact)
+  self.folded = nil
+  local ok, problem = pcall(self.catch_up, self)
+  if not ok and not err.is(problem, "no_space") then
+    error(problem, 0)
+  end
 end
 
 --- Appends a fact and returns when it is on the disk: to be called before the call that it speaks of.
@@ -361,9 +403,10 @@ function M.open(run, options)
     err.raise(err.wrap(message, { op = "journal: open", target = path }))
   end
   local journal = setmetatable(
-    { run = run, path = path, directory = directory, fd = fd, facts = {}, id = random_hex(8) },
+    { run = run, path = path, directory = directory, fd = fd, facts = {}, unwritten = {}, id = random_hex(8) },
     Journal
   )
+  local breathed = uv.fs_fstat(fd).mtime
   local text = read_file(path) or ""
   if text ~= "" and text:sub(-1) ~= "\n" then
     -- A crash tore the last line. It stays, closed by a newline and a fact that says so; in one write, for it may be
@@ -402,16 +445,23 @@ function M.open(run, options)
     local state = M.runner_state(runner)
     if state == "alive" or (state == "unknown" and not options.take) then
       journal:append("left", { id = journal.id, kind = "busy" })
+      -- That was no sign of life of the one who has it.
+      uv.fs_futime(journal.fd, breathed.sec, breathed.sec)
       uv.fs_close(journal.fd)
       journal.fd = nil
       err.raise({
         code = "busy",
         op = "journal",
         target = run,
-        message = ("run %s is in the hands of process %d on %s; wait for it, end it, or use another run name"):format(
+        message = ("run %s is in the hands of process %d on %s; %s"):format(
           run,
           runner.pid,
-          runner.host
+          runner.host,
+          state == "alive" and "wait for it, end it, or use another run name"
+            or ("if that machine is gone, ciranda attach %s --TAKE=true takes the run up, and ciranda stop "):format(
+                run
+              )
+              .. ("%s --TAKE=true ends it; else use another run name"):format(run)
         ),
       })
     end

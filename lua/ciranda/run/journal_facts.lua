@@ -90,7 +90,10 @@ function FOLD.left(state, fact)
       break
     end
   end
-  state.ended = { status = fact.status, kind = fact.kind }
+  -- Who found the run taken has not ended it.
+  if fact.kind ~= "busy" then
+    state.ended = { status = fact.status, kind = fact.kind }
+  end
 end
 
 function FOLD.object(state, fact)

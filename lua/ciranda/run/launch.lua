@@ -3,6 +3,7 @@
 -- Recipes that run one command on every worker differ in how they come by fleet, bundle and command; from there on
 -- they are the same, and that is here and in `ciranda.run.round`. `attach` takes up a run whose runner is gone.
 local budgets = require("ciranda.run.budget")
+local endings = require("ciranda.run.ending")
 local err = require("ciranda.io.error")
 local hooks = require("ciranda.run.hooks")
 local journals = require("ciranda.run.journal")
@@ -292,7 +293,7 @@ local function continue(options, journal, result)
     local bad = result.kind == "infra" and budget:bad()
     if bad then
       options.progress:say("Bad: %s, with two infrastructure failures in the last three attempts", bad)
-      journal:append("bad", { attempt = last.attempt, workers = bad })
+      journal:note("bad", { attempt = last.attempt, workers = bad })
     end
     local hook = HOOKS[result.kind]
     if hook and not result.final and not result.told then
@@ -340,19 +341,45 @@ local function check_show(fleet, show)
   end
 end
 
---- What a run that is cut short before COMMAND was started says when it leaves: how, as its attempt has it.
+--- What a run that is cut short before COMMAND was started says when it leaves: how, as its attempt has it; or on the
+--- way to another attempt, which is over when a signal says so, and waits for `attach` when the terminal is lost.
 ---@param journal ciranda.Journal
+---@param on_interrupt fun(handler: fun(signal: string, count: integer): boolean?): fun()
 ---@return table to be closed before the journal
-local function farewell(journal)
+local function farewell(journal, on_interrupt)
+  local stopped
+  local remove = on_interrupt(function(name)
+    stopped = endings.STOPPED[name]
+    return false
+  end)
   return setmetatable({}, {
     __close = function(_, problem)
+      remove()
       local attempts = journal:state().attempts
       local ended = problem and #attempts > 0 and attempts[#attempts].ended
-      if ended and ended.kind == "interrupted" then
-        journal:close(ended.status, ended.kind)
+      if ended and (stopped or ended.kind == "interrupted") then
+        journal:close(stopped or ended.status, "interrupted")
       end
     end,
   })
+end
+
+--- Says goodbye. A disk that is full must not hide how the run ended.
+---@param journal ciranda.Journal
+---@param result ciranda.run.LaunchResult
+---@param progress ciranda.cli.Progress
+local function leave(journal, result, progress)
+  local ok, problem = pcall(journal.close, journal, result.status, result.kind)
+  if not ok then
+    if not err.is(problem, "no_space") then
+      error(problem, 0)
+    end
+    progress:say(
+      "How the run ends could not be written down: %s. When there is room again, ciranda attach %s does it",
+      tostring(problem),
+      journal.run
+    )
+  end
 end
 
 --- Runs a command on every worker of a fleet, from staging to the verdict, and again within the budgets.
@@ -364,10 +391,10 @@ function M.run(options)
   check_show(options.fleet, options.show)
   local journal <close> =
     journals.open(options.run, { recipe = options.recipe, arguments = options.arguments })
-  local _ <close> = farewell(journal)
+  local _ <close> = farewell(journal, options.on_interrupt)
   local mine = setmetatable({}, { __index = options })
   local result = continue(mine, journal, run_attempt(mine, journal))
-  journal:close(result.status, result.kind)
+  leave(journal, result, options.progress)
   return result
 end
 
@@ -413,7 +440,7 @@ function M.attach(options)
   local fleet <close> = known.fleet(last, options.connect_options)
   check_show(fleet, options.show)
   local journal <close> = journals.open(options.run, { take = options.take })
-  local _ <close> = farewell(journal)
+  local _ <close> = farewell(journal, options.on_interrupt)
   local mine = known.kept(last)
   mine.fleet, mine.run, mine.directory = fleet, options.run, last.directory
   mine.progress, mine.json, mine.show = options.progress, options.json, options.show
@@ -456,7 +483,7 @@ function M.attach(options)
     result = round:rejoin()
   end
   result = continue(mine, journal, result)
-  journal:close(result.status, result.kind)
+  leave(journal, result, options.progress)
   return result
 end
 

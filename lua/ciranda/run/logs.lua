@@ -29,7 +29,7 @@ local ALARM_LINES = 30
 ---@field raw (fun(bytes: string))? takes the first worker's bytes; may wait
 ---@field lines (fun(text: string))? takes prefixed lines
 ---@field limit integer? bytes that all files together may have; what is beyond stays on the workers
----@field on_full (fun())? the limit has been reached, told once
+---@field on_full (fun(problem: ciranda.Error?))? the limit has been reached, or the disk is full; told once
 
 ---@class ciranda.run.Logs
 ---@field directory string
@@ -196,23 +196,34 @@ function Logs:watch_for_alarm(worker, bytes)
   self.partial[worker] = text:sub(position):sub(-4096)
 end
 
---- Writes a piece of a worker's log into its file, unless the files have reached their limit: from then on a file is
---- the beginning of the log, and its end is kept in memory.
+--- From now on a file is the beginning of its log, and the end is kept in memory.
+---@private
+---@param problem ciranda.Error? why
+function Logs:cut_off(worker, bytes, problem)
+  if not next(self.cut) and self.on_full then
+    self.on_full(problem)
+  end
+  self.cut[worker] = ((self.cut[worker] or self:read_tail(worker)) .. bytes):sub(-TAIL)
+end
+
+--- Writes a piece of a worker's log into its file, unless the files have reached their limit, or the disk has: then
+--- none takes any more, for the journal needs room too.
 ---@private
 function Logs:store(worker, bytes)
   if self.cut[worker] or self.total + #bytes > self.limit then
-    if not next(self.cut) and self.on_full then
-      self.on_full()
-    end
-    self.cut[worker] = ((self.cut[worker] or self:read_tail(worker)) .. bytes):sub(-TAIL)
-    return
+    return self:cut_off(worker, bytes)
   end
   local done = 0
   while done < #bytes do
     local written, message = uv.fs_write(self.files[worker], done == 0 and bytes or bytes:sub(done + 1), -1)
     if not written then
       uv.fs_ftruncate(self.files[worker], self.sizes[worker])
-      err.raise(err.wrap(message, { op = "logs", target = self.paths[worker] }))
+      local problem = err.wrap(message, { op = "logs", target = self.paths[worker] })
+      if not err.is(problem, "no_space") then
+        err.raise(problem)
+      end
+      self.limit = 0
+      return self:cut_off(worker, bytes, problem)
     end
     done = done + written
   end
@@ -224,7 +235,7 @@ end
 --- output that is not being read, and only the first worker's.
 ---@param worker ciranda.Worker
 ---@param bytes string
--- Raises "no_space" and the like: bytes that are not in the file must not count as received.
+-- Raises "io" and the like: bytes that are not in the file must not count as received.
 function Logs:take(worker, bytes)
   self:store(worker, bytes)
   if worker == self.first and self.raw then

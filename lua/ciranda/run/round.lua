@@ -49,6 +49,8 @@ local FOLLOW_ALL = 64
 ---@field notice ciranda.run.Notice? upon which it stops
 ---@field named ciranda.run.Outcome? the failure that has been told
 ---@field at_once ciranda.task.Event who leaves a stop is to leave at once
+---@field joining boolean? what an earlier runner started is still being found
+---@field over boolean? the command has ended everywhere
 local Round = {}
 Round.__index = Round
 
@@ -77,7 +79,7 @@ function M.new(options, journal, id)
       round:say(...)
     end,
     on_saved = function(step)
-      journal:append("saved", { attempt = id, step = step })
+      journal:note("saved", { attempt = id, step = step })
       round:happen("on_checkpoint", { step = step, text = ("step %d is on disk"):format(step) })
     end,
   })
@@ -136,7 +138,7 @@ function Round:signalled(name)
     self.interrupted_by = name
     return false
   elseif name == "SIGHUP" or (STOPPED[name] and self.request.stop) then
-    if self.request.detach then
+    if self.request.detach or self.over then
       self.at_once:set()
     end
     self.request.detach = name
@@ -151,28 +153,35 @@ end
 
 ---@private
 function Round:status_line(gang)
-  if not gang.started then
-    -- Called at every step of every worker: the others are looked at only when there may be something to say.
-    local now = clock.now()
-    local due = now - (self.status_at or 0) >= STATUS_EVERY
-    local staged = 0
-    for _, member in ipairs(gang.members) do
-      if member.attempt.phase == "staged" then
-        staged = staged + 1
-      elseif not due then
-        return
-      end
+  local what, phase = "Staging", "staged"
+  if gang.started then
+    if not self.joining or self.stopping then
+      return
     end
-    self.status_at = now
-    local laggards = gang:laggards("staged")
-    self.options.progress:status(
-      ("Staging: %d of %d workers%s"):format(
-        staged,
-        #gang.members,
-        laggards ~= "" and "; waiting for " .. laggards or ""
-      )
-    )
+    what, phase = "Taking up", "running"
   end
+  -- Called at every step of every worker: the others are looked at only when there may be something to say.
+  local now = clock.now()
+  local due = now - (self.status_at or 0) >= STATUS_EVERY
+  local ready = 0
+  for _, member in ipairs(gang.members) do
+    if member.attempt.phase == phase then
+      ready = ready + 1
+    elseif not due then
+      return
+    end
+  end
+  self.status_at = now
+  self.joining = self.joining and ready < #gang.members
+  local laggards = gang:laggards(phase)
+  self.options.progress:status(
+    ("%s: %d of %d workers%s"):format(
+      what,
+      ready,
+      #gang.members,
+      laggards ~= "" and "; waiting for " .. laggards or ""
+    )
+  )
 end
 
 --- Tells a hook of something.
@@ -200,7 +209,7 @@ function Round:noticed(gang, notice)
   local worker = notice.worker
   notice.text = ("%s, slice %d worker %d"):format(notice.text, worker.slice, worker.index)
   self:say("Notice: %s", notice.text)
-  self.journal:append("notice", {
+  self.journal:note("notice", {
     attempt = self.id,
     slice = worker.slice,
     worker = worker.index,
@@ -239,7 +248,7 @@ function Round:obey(gang, notice, finished)
   return before
 end
 
---- Watches the gang, the platform's notices and the runner's signals.
+--- Watches the gang, the platform's notices and the runner's signals to the end, and writes that down.
 ---@private
 ---@return ciranda.run.LaunchResult
 function Round:watch(gang)
@@ -296,7 +305,7 @@ function Round:watch(gang)
       end
       watching:cancel("detached")
       end_aside()
-      self.happenings:close()
+      calling:cancel("detached")
       return result
     elseif what == "save" then
       self.request.save = false
@@ -318,11 +327,56 @@ function Round:watch(gang)
     end
   end
   end_aside()
-  self.output:flush()
-  local result = ending.conclude(self, verdict, before)
+  local result = self:conclude(verdict, before)
+  if result.kind ~= "detached" then
+    self:ended(result)
+  end
   self.happenings:close()
-  calling:wait()
+  local waited = task.race({
+    function()
+      calling:wait()
+    end,
+    function()
+      self.at_once:wait()
+    end,
+    function()
+      task.sleep(hooks.LIMIT)
+    end,
+  })
+  if waited ~= 1 then
+    self:say("Leaving hooks that have not ended")
+    calling:cancel("the end")
+  end
   return result
+end
+
+--- What is left to do when the command has ended: nothing of it waits for a standard output that nobody reads when a
+--- signal comes, nor at all when whoever leaves leaves at once.
+---@private
+---@param verdict ciranda.run.Cause
+---@param before ciranda.checkpoint.Watch?
+---@return ciranda.run.LaunchResult
+function Round:conclude(verdict, before)
+  self.over = true
+  self.wake = task.event()
+  task.race({
+    function()
+      self.output:flush()
+    end,
+    function()
+      self.wake:wait()
+    end,
+  })
+  local result
+  task.race({
+    function()
+      result = ending.conclude(self, verdict, before)
+    end,
+    function()
+      self.at_once:wait()
+    end,
+  })
+  return result or stopping.left(self, "Detached: the command has ended. `ciranda attach %s` says how.")
 end
 
 --- Runs a step whose failure ends the run; sets the result when it fails.
@@ -381,24 +435,13 @@ end
 function Round:ended(result)
   self.result = result
   result.steps = self.steps
-  self.journal:append("attempt_end", {
+  self.journal:note("attempt_end", {
     attempt = self.id,
     status = result.status,
     kind = result.kind,
     reason = result.reason,
     worker = result.worker and { slice = result.worker.slice, worker = result.worker.index } or nil,
   })
-end
-
---- Watches to the end and writes it down.
----@private
----@return ciranda.run.LaunchResult
-function Round:finish(gang)
-  local result = self:watch(gang)
-  if result.kind ~= "detached" then
-    self:ended(result)
-  end
-  return result
 end
 
 --- Whether a worker's log is brought home while it grows.
@@ -519,10 +562,10 @@ function Round:open_logs()
       self:say("%s", (text:gsub("\n$", "")))
     end,
     limit = (options.watch or {}).log_limit,
-    on_full = function()
+    on_full = function(problem)
       self:say(
-        "The logs here have reached their limit (--LOG_LIMIT): what comes now stays on the workers, where ciranda "
-          .. "logs %s --show=... reads it",
+        "%s: what comes now stays on the workers, where ciranda logs %s --show=... reads it",
+        problem and tostring(problem) or "The logs here have reached their limit (--LOG_LIMIT)",
         options.run
       )
     end,
@@ -567,7 +610,21 @@ function Round:run()
   self:open_logs()
   self:say("Running main command, logs located in: %s/", self.logs_directory)
   self.running = true
-  if not self:try("infra", "those that were started were stopped", gang.go, gang) then
+  local gone
+  local which = task.race({
+    function()
+      gone = self:try("infra", "those that were started were stopped", gang.go, gang)
+    end,
+    function()
+      while not self.request.stop do
+        self.wake:wait()
+        self.wake = task.event()
+      end
+    end,
+  })
+  if which == 2 then
+    gang:go_on() -- and stops
+  elseif not gone then
     return self.result
   end
   if gang.skew and #gang.members > 1 then
@@ -578,7 +635,7 @@ function Round:run()
       gang.skew.error * 1000
     )
   end
-  return self:finish(gang)
+  return self:watch(gang)
 end
 
 --- Takes up what an earlier runner has started, and watches it to the end.
@@ -588,11 +645,11 @@ function Round:rejoin()
   self:open_logs()
   local gang = self:make_gang()
   self:say("Taking up run %s, logs located in: %s/", self.options.run, self.logs_directory)
-  self.running = true
+  self.running, self.joining, self.status_at = true, true, clock.now()
   gang:rejoin(function(worker)
     return self.logs:size(worker)
   end)
-  return self:finish(gang)
+  return self:watch(gang)
 end
 
 return M

@@ -46,15 +46,34 @@ function M.open_attempt(state)
   return last and last.gone and not last.ended and last or nil
 end
 
+--- The last attempt, when it has ended and its runner was gone before the run had: on its way to another attempt, or
+--- before its workers were given back.
 ---@param state ciranda.journal.State
----@param breathed number?
----@param now number
-local function state_of(state, breathed, now)
+---@return table?
+function M.unfinished(state)
+  local last = state.attempts[#state.attempts]
+  return last and last.ended and not (state.ended and state.ended.kind) and last or nil
+end
+
+--- Whether a run has a runner now. One on another machine that has not breathed for long is taken for gone.
+---@param state ciranda.journal.State
+---@param now number? seconds since 1970
+---@return boolean
+function M.is_watched(state, now)
   local runner, life = M.runner(state)
-  local silent = life == "unknown" and breathed and now - breathed > SILENT_BREATHS * journals.BREATH
-  if runner and not silent then
+  if not runner or life == "alive" then
+    return runner ~= nil
+  end
+  local breathed = journals.breath(state.run)
+  return not breathed or (now or os.time()) - breathed <= SILENT_BREATHS * journals.BREATH
+end
+
+---@param state ciranda.journal.State
+---@param now number?
+local function state_of(state, now)
+  if M.is_watched(state, now) then
     return "running"
-  elseif M.open_attempt(state) then
+  elseif M.open_attempt(state) or M.unfinished(state) then
     return "detached"
   end
   local kept
@@ -88,7 +107,7 @@ function M.standing(name, now)
   end
   local last = state.attempts[#state.attempts]
   local runner, life = M.runner(state)
-  local ended = last and last.ended or state.ended
+  local ended = state.ended and state.ended.kind and state.ended or last and last.ended or state.ended
   local objects = {}
   for _, object in pairs(state.objects) do
     if object.phase ~= "gone" and object.phase ~= "failed" then
@@ -96,7 +115,7 @@ function M.standing(name, now)
     end
   end
   table.sort(objects)
-  local how = state_of(state, breathed, now or os.time())
+  local how = state_of(state, now)
   local over = how ~= "running" and how ~= "detached"
   return {
     name = name,

@@ -93,6 +93,14 @@ function M.leave(round, gang, finished)
   if finished:is_set() then
     return nil
   end
+  return M.left(round, message)
+end
+
+--- The result of a runner that leaves before the end.
+---@param round ciranda.run.Round
+---@param message string with a place for the run's name
+---@return ciranda.run.LaunchResult
+function M.left(round, message)
   return { status = DETACHED, kind = "detached", message = message:format(round.options.run) }
 end
 

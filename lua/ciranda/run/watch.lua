@@ -9,6 +9,8 @@ local task = require("ciranda.task")
 
 local M = {}
 
+--- Seconds in which everybody is to have been told to start.
+M.GO = 120
 --- Seconds after a first failure in which the failures of others are awaited, before the first one by time is
 --- named; longer when all that is known so far are consequences.
 local WINDOW, CONSEQUENCE_WINDOW = 2, 10
@@ -95,8 +97,32 @@ function Watch:ended(member, outcome)
     reason = outcome.reason,
     at = outcome.at,
   })
+  if member.joining then
+    member.joining:set()
+  end
   gang:tell()
   gang.changed:set()
+end
+
+--- Finds what an earlier runner staged on a member's machine, and starts it if that runner had not.
+---@private
+---@param member ciranda.run.GangMember
+---@return string? why it is lost
+function Watch:join(member)
+  local attempt, why = member.attempt, nil
+  local ok, problem = pcall(function()
+    if attempt:rejoin() then
+      attempt:go(self.gang.options.go_timeout or M.GO)
+    else
+      why = "the machine was made anew: the attempt is not there"
+    end
+  end)
+  if not ok and err.is_fatal(problem) then
+    error(problem, 0)
+  elseif ok and not why then
+    member.joining:set()
+  end
+  return why or not ok and tostring(problem) or nil
 end
 
 --- One member's log followed to its end, and what it ended with.
@@ -110,7 +136,11 @@ function Watch:follow(member)
       options.on_bytes(member.worker, bytes)
     end
   end
-  local record, why = member.attempt:follow(live and take or nil)
+  local record
+  local why = member.joining and self:join(member)
+  if not why then
+    record, why = member.attempt:follow(live and take or nil)
+  end
   local outcome = member.attempt:outcome(record, why)
   if not live and record and cause.failed(outcome) then
     local ok, text = pcall(member.attempt.remote_tail, member.attempt, TAIL)
@@ -240,39 +270,6 @@ function Watch:look_for_gone()
       end
     end
   end
-end
-
---- Does what needs the member's machine, unless the platform has taken that away meanwhile.
----@async
----@param gang ciranda.run.Gang
----@param member ciranda.run.GangMember
----@param fn fun(attempt: ciranda.run.Attempt): any
----@return any value of `fn`, nil when the machine is gone
----@return string? why it is gone
--- Raises what `fn` raises.
-function M.unless_gone(gang, member, fn)
-  local machine_gone = gang.options.machine_gone
-  if not machine_gone then
-    return fn(member.attempt)
-  end
-  local which, value = task.race({
-    function()
-      return fn(member.attempt)
-    end,
-    function()
-      local why
-      task.sleep(SILENT)
-      while not why do
-        task.sleep(LOOK_FOR_GONE)
-        why = not member.attempt.link:connected() and machine_gone(member.worker)
-      end
-      return why
-    end,
-  })
-  if which == 2 then
-    return nil, value
-  end
-  return value
 end
 
 --- Watches until every member has ended; stops the others when one fails.

@@ -196,6 +196,34 @@ describe("guard on this machine", function()
     end
   )
 
+  it("goes on when the terminal is lost while a detached run is still being staged", function()
+    local run = place:name("hung-up")
+    local ready, over, ran =
+      place.root .. "/ready", place.root .. "/hung-up-over", place.root .. "/hung-up-runs"
+    for _, path in ipairs({ ran, ready .. ".begun" }) do
+      fs.write(path, "")
+      fs.chmod(path, 438)
+    end
+    local running = place:start("multihost_runner", {
+      "--detach",
+      "--RUN_NAME=" .. run,
+      ("--SETUP=echo yes > %s.begun; until [ -e %s ]; do sleep 0.1; done"):format(ready, ready),
+      ("--COMMAND=echo run >> %s; echo begun; until [ -e %s ]; do sleep 0.1; done; echo over; exit 6"):format(
+        ran,
+        over
+      ),
+    })
+    assert(support.ssh.wait_for(function()
+      return fs.read(ready .. ".begun") ~= ""
+    end, 100))
+    uv.kill(running.program.pid, "sighup")
+    local left = running.wait()
+    assert.equal(129, left.code, left.err)
+    assert.matches(("Detached: run %s goes on"):format(run), left.err, 1, true)
+    fs.write(ready, "")
+    see_the_end(run, over, ran)
+  end)
+
   it("tells at once of a detached runner that cannot start", function()
     local code = place.root .. "/left-out"
     fs.mkdir(code)

@@ -88,6 +88,30 @@ describe("multihost_runner on real sshds", function()
     )
   end)
 
+  it("goes on when the disk here is full, and says where the rest of the logs is", function()
+    local run = place:name("full")
+    -- A limit on the size of files stands for a full disk.
+    local limited = place.root .. "/limited"
+    fs.write(limited, '#!/bin/bash\nulimit -f 60\ntrap \'\' XFSZ\nexec "$CIRANDA_BINARY" "$@"\n')
+    fs.chmod(limited, 493)
+    local result = place:run("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      "--FAILURE_GRACE=1",
+      "--COMMAND=head -c 100000 /dev/zero | tr \\\\0 x | fold; echo; echo the end; exit 7",
+    }, { program = limited })
+    assert.equal(7, result.code, result.err)
+    assert.matches(
+      ("what comes now stays on the workers, where ciranda logs %s --show"):format(
+        run
+      ),
+      result.err,
+      1,
+      true
+    )
+    assert.matches("slice0/worker0: the end", result.err, 1, true)
+    assert.equal("the end\n", place:run("logs", { run, "--remote", "--tail=1" }, { fleet = false }).out)
+  end)
+
   it("keeps a command's own 2, 124 and 130 apart from ours by kind", function()
     for _, status in ipairs({ 2, 124, 130 }) do
       local result = place:run(

@@ -121,6 +121,21 @@ describe("runs, logs and stop", function()
     assert.matches(("Nothing of run %s is running"):format(run), again.err, 1, true)
   end)
 
+  it("stops a run whose runner is suspended, and says whose grace counts", function()
+    local run = place:name("suspended")
+    local running = start_endless(run)
+    uv.kill(running.program.pid, "sigstop")
+    local result = recipe("stop", run, "--GRACE=5")
+    assert.equal(0, result.code, result.err)
+    assert.matches(
+      "it gives 20 s, as it was told (--GRACE is for a run without a runner)",
+      result.err,
+      1,
+      true
+    )
+    assert.equal(143, running.wait().code)
+  end)
+
   it("stops a run whose runner was killed, and brings its logs home", function()
     local run = place:name("orphan")
     local running = start_endless(run)
@@ -208,6 +223,56 @@ describe("runs, logs and stop", function()
     assert.equal(0, running.wait().code)
   end)
 
+  it("follows a run over its attempts, until it ends or nobody reads any more", function()
+    local run = place:name("attempts")
+    local first, second = place.root .. "/first-over", place.root .. "/second-over"
+    local running = place:start("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      "--RESTARTS=1",
+      "--FAILURE_GRACE=1",
+      ("--COMMAND=echo attempt $CIRANDA_ATTEMPT | cut -c-12; until [ -e %s ]; do sleep 0.1; done; "):format(
+        first
+      )
+        .. "[ -e ../$CIRANDA_RUN.again ] || { touch ../$CIRANDA_RUN.again; exit 3; }; "
+        .. ("until [ -e %s ]; do echo more; sleep 0.1; done"):format(second),
+    })
+    place:log_has(run, 0, 0, "attempt 0001\n")
+    local binary = os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable
+    local shown = ""
+    local result = require("ciranda.io.process").run({
+      binary,
+      "logs",
+      run,
+      "--follow",
+      env = place:env(),
+      timeout = 100,
+      on_stdout = function(bytes)
+        shown = shown .. bytes
+        if not fs.exists(first) then
+          fs.write(first, "")
+        elseif shown:find("more\n", 1, true) and not fs.exists(second) then
+          -- Its reader is gone after the first line: it does not go on until the run ends.
+          local head = require("ciranda.io.process").run({
+            "sh",
+            "-c",
+            ("'%s' logs %s --follow | head -n 1"):format(binary, run),
+            env = place:env(),
+            timeout = 60,
+          })
+          fs.write(second, head.stdout)
+        end
+      end,
+    })
+    assert.equal(0, result.code, result.stderr)
+    assert.equal(0, running.wait().code)
+    assert.equal("attempt 0002\n", fs.read(second))
+    assert.matches("^attempt 0001\nattempt 0002\nmore\n", shown)
+    assert.matches(("Attempt 2 of run %s"):format(run), result.stderr, 1, true)
+    for slice = 0, workers - 1 do
+      fs.remove_tree(("%s/%s.again"):format(place:home(slice, 0), run))
+    end
+  end)
+
   it("shows when a runner last breathed, and takes one that is silent elsewhere for gone", function()
     local us = 1700000000000000
     local runner = {
@@ -221,11 +286,12 @@ describe("runs, logs and stop", function()
     }
     local attempt =
       { fact = "attempt", us = us, attempt = "0001-a", workers = json.array({}), command = "true" }
+    local gone = { fact = "go", us = us, attempt = "0001-a" }
     local path = write_journal("far", {
       { fact = "run", us = us, run = "far", recipe = "multihost_runner" },
       runner,
       attempt,
-      { fact = "go", us = us, attempt = "0001-a" },
+      gone,
     })
     assert.equal("running", standing("far").state)
     assert.matches("far +multihost_runner +running +0 +1 +%- +[%d-]+ [%d:]+ +%d+ s ago", recipe("runs").out)
@@ -236,6 +302,20 @@ describe("runs, logs and stop", function()
     uv.fs_utime(path, long_ago, long_ago)
     assert.equal("detached", standing("far").state)
     assert.matches("far +multihost_runner +detached .* 3 h ago", recipe("runs").out)
+    -- Who wants it in vain is told what to do, and does not make it look alive.
+    attempt.workers = json.array({ { slice = 0, index = 0, address = "127.0.0.1" } })
+    path = write_journal("far", { { fact = "run", us = us, run = "far" }, runner, attempt, gone })
+    uv.fs_utime(path, long_ago, long_ago)
+    local refused = recipe("attach", "far")
+    assert.equal(1, refused.code, refused.err)
+    assert.matches(
+      "process 4711 on elsewhere.example; if that machine is gone, ciranda attach far --TAKE=true",
+      refused.err,
+      1,
+      true
+    )
+    assert.equal("detached", standing("far").state)
+    assert.equal("", recipe("logs", "far", "--follow", "--remote=false").out)
     fs.remove_tree(path:match("^(.*)/"))
   end)
 

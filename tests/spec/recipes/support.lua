@@ -64,10 +64,10 @@ end
 --- Starts `ciranda RECIPE ...` on the servers. Returns the running program; `program:wait()` its result.
 ---@param recipe string
 ---@param arguments string[]
----@param options table? env, fleet = false: without the flags that name the fleet
+---@param options table? env, fleet = false: without the flags that name the fleet, program in place of the binary
 function Place:start(recipe, arguments, options)
   options = options or {}
-  local words = { BINARY, recipe, table.unpack(arguments) }
+  local words = { options.program or BINARY, recipe, table.unpack(arguments) }
   if options.fleet ~= false then
     for _, word in ipairs({
       "--HOSTS_FILE=" .. self.root .. "/hosts",
@@ -79,6 +79,7 @@ function Place:start(recipe, arguments, options)
   end
   words.cwd = self.root .. "/code"
   words.env = self:env(options.env)
+  words.env.CIRANDA_BINARY = BINARY
   -- Programs run side by side: each has files of its own.
   self.started = (self.started or 0) + 1
   local out, errors =

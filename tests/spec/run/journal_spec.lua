@@ -215,6 +215,35 @@ describe("run.journal", function()
   )
 
   it(
+    "keeps what it only notes until there is room again, in order",
+    in_task(function()
+      local open <close> = journal.open("kept")
+      local fs_write, full = uv.fs_write, true
+      finally(function()
+        uv.fs_write = fs_write
+      end)
+      uv.fs_write = function(...)
+        if full then
+          return nil, "ENOSPC: no space left on device"
+        end
+        return fs_write(...)
+      end
+      open:note("attempt", { attempt = "0001-a" })
+      open:note("go", { attempt = "0001-a" })
+      assert.equal("number", type(open:state().attempts[1].gone))
+      assert.equal(0, #journal.read("kept").attempts)
+      local ok, problem = pcall(open.append, open, "saved", { attempt = "0001-a", step = 3 })
+      assert.is_false(ok)
+      assert.equal("no_space", problem.code)
+      full = false
+      open:append("attempt_end", { attempt = "0001-a", status = 0, kind = "done" })
+      local kept = journal.read("kept").attempts[1]
+      assert.same({ "done", nil }, { kept.ended.kind, kept.saved })
+      assert.equal("number", type(kept.gone))
+    end)
+  )
+
+  it(
     "says when the disk is full, and leaves no half line",
     in_task(function()
       -- A file size limit stands for a full disk: the write comes back short.

@@ -213,8 +213,8 @@ describe("run.lease", function()
     other:rejoin(function()
       return 0
     end)
-    assert.matches((" %d "):format(uv.os_getpid()), mine("0.0"), 1, true)
     assert.equal(0, other:watch().status)
+    assert.matches((" %d "):format(uv.os_getpid()), mine("0.0"), 1, true)
   end)
 
   it("leaves a worker to the run that has got it since, when it takes up its own", function()
