@@ -91,8 +91,8 @@ typedef struct {
   pid_t pid, parent;
   int up; /* index of the parent, -1 when it is not in the list */
   cir_kind kind;
-  bool alive, in_tree, ours; /* alive: a thread of it can run; ours: both of the others */
-  bool visited, top, has_child, holds, fed, chosen;
+  /* alive: a thread of it can run; ours: alive and in the tree */
+  bool alive, in_tree, ours, visited, top, has_child, holds, fed, chosen;
   char exe[34];
 } cir_proc;
 

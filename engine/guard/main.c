@@ -72,7 +72,7 @@ int main(int argc, char **argv) {
   if (syscall(SYS_close_range, 3u, ~0u, 0u) != 0)
     for (int fd = 3; fd < 1024; fd++)
       close(fd); /* what the caller forgot to close would hold its connection open */
-  if (argc == 2 && strcmp(argv[1], "--help") == 0)
+  if (argc > 1 && strcmp(argv[argc - 1], "--help") == 0)
     return fputs(usage, stdout) >= 0 ? CIR_OK : CIR_FAILED;
   for (int i = 0, at = 3; argc >= 3 && i < (int)(sizeof commands / sizeof *commands); i++) {
     if (strcmp(argv[1], commands[i].name) != 0)

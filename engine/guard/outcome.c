@@ -95,10 +95,8 @@ void cir_settle(cir_guard *guard) {
     if ((gone.fd >= 0 ? poll(&gone, 1, 0) <= 0 : there && proc.alive) ||
         (there && proc.parent == getpid()))
       continue; /* alive, or waiting will tell */
-    /* Where nobody has waited for it, a zombie's field 52 tells; it reads 0 where we may not see
-     * it. */
-    bool told = pidfd_status(gone.fd, &status) ||
-                (there && (status > 0 || (status == 0 && geteuid() == 0)));
+    /* Where nobody has waited for it, the zombie itself tells. */
+    bool told = pidfd_status(gone.fd, &status) || (there && status >= 0);
     note(guard, target, told ? CIR_PIDFD : CIR_UNKNOWN, status);
   }
 }

@@ -82,7 +82,7 @@ static void add_status(const cir_state *state, cir_text *text) {
       chosen = target;
   }
   const char *from = chosen && chosen->status == 0 && unknown ? "target: others unknown" : "target";
-  if (!chosen && state->targets[0].source != CIR_UNKNOWN) {
+  if (!chosen && state->count > 0 && state->targets[0].source != CIR_UNKNOWN) {
     chosen = &state->targets[0];
     from = unknown ? "leader: targets unknown" : "leader";
   }

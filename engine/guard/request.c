@@ -118,7 +118,9 @@ int cir_stop(const cir_options *options) {
   if (!record) {
     cir_status(options);
     return cir_fail("%s %s; the line above says what is known", options->directory,
-                    state ? "has not ended after the grace" : "has a guard of another build");
+                    !cir_guarded() ? "has lost its guard: ask again"
+                    : state        ? "has not ended after the grace"
+                                   : "has a guard of another build");
   }
   int result = print(record, CIR_OK);
   free(record);

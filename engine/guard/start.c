@@ -44,14 +44,14 @@ static int prepare(const char *directory, staged *start) {
   if (access(start->shell, X_OK) != 0)
     return cir_fail("cannot run the shell %s: %m; name another in %s/shell", start->shell,
                     directory);
-  char *cwd = cir_first_line("cwd"); /* a relative one is below the home directory, as ssh has it */
-  int below = open(home ? home : "/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  start->cwd = openat(below, cwd && *cwd ? cwd : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (start->cwd < 0)
-    cir_fail("cannot enter the working directory %s: %m", cwd ? cwd : home);
+  char *cwd = cir_first_line("cwd"), path[8192]; /* a relative one is below the home directory */
+  bool absolute = cwd && *cwd == '/';
+  snprintf(path, sizeof path, "%s/%s", absolute || !home ? "" : home, cwd ? cwd + absolute : "");
   free(cwd);
-  close(below);
-  return start->cwd < 0 ? CIR_FAILED : CIR_OK;
+  start->cwd = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (start->cwd < 0 || faccessat(start->cwd, ".", X_OK, 0) != 0)
+    return cir_fail("cannot enter the working directory %s: %m", path);
+  return CIR_OK;
 }
 
 /* Take the lock of an attempt; -1 with errno, EEXIST when a guard has it. Who asks whether one has
@@ -114,8 +114,10 @@ static int set_up(cir_guard *guard, const cir_options *options, bool fresh) {
   int record = guard->state ? cir_reserve("exit.new", CIR_RECORD_SIZE) : -1;
   if (record < 0 || cir_log_open(guard) != 0 || (mkfifo("wake", 0600) != 0 && errno != EEXIST) ||
       (guard->wake = open("wake", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0)
-    return cir_fail("cannot set up the guard in %s: %m; nothing was started", options->directory);
+    return cir_fail("cannot set up the guard in %s: %m; %s", options->directory,
+                    fresh ? "nothing was started" : "what runs goes on");
   if (fresh) {
+    strcpy(guard->state->error, "the guard was killed before it started the command");
     guard->state->options = *options;
     cir_boot_id(options, guard->state->boot_id, sizeof guard->state->boot_id);
     cir_clear_lock(guard);
@@ -145,7 +147,8 @@ static void become_command(cir_state *state, const staged *start, const int go[2
   sigset_t none;
   close(go[0]);
   if (read(go[1], &byte, 1) != 1)
-    _exit(127); /* the guard is gone, and has not noted this process: nothing may run */
+    _exit(127); /* the guard is gone: nothing may run */
+  state->error[0] = '\0';
   setsid();
   umask(start->mask);
   for (int number = 1; number < NSIG; number++)
@@ -167,39 +170,32 @@ static void become_command(cir_state *state, const staged *start, const int go[2
 static void start_leader(cir_guard *guard, const staged *start) {
   cir_state *state = guard->state;
   cir_proc proc;
-  int go[2], output = open("output", O_RDWR | O_CLOEXEC);
+  char line[200];
+  cir_text text = {line, sizeof line, 0};
+  int go[] = {-1, -1}, output = open("output", O_RDWR | O_CLOEXEC);
   pid_t leader =
       output >= 0 && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go) == 0 ? fork() : -1;
   if (leader == 0)
     become_command(state, start, go, output);
-  bool noted = false;
   if (leader > 0) {
-    char line[200];
-    cir_text text = {line, sizeof line, 0};
     close(go[1]);
     cir_proc_read(leader, &proc, NULL);
     cir_add(&text, "%d %llu %s\n", (int)leader, (unsigned long long)proc.start, state->boot_id);
-    noted = cir_replace("pid.new", "pid", &text) == 0;
-    if (noted) {
-      cir_target_add(guard, &proc);
-      state->started_at = cir_wall();
-      state->error[0] = '\0';
-      /* The other end is closed by exec, and by its failure. */
-      if (write(go[0], "g", 1) != 1 || read(go[0], line, 1) != 0)
-        strcpy(state->error, "the command was killed before it began");
-      cir_proc_read(leader, &proc, NULL);
-      memcpy(state->targets[0].exe, proc.exe, sizeof proc.exe);
-    }
-    close(go[0]);
-    close(output);
   }
-  close(start->cwd); /* the guards hold no file system but the attempt's */
-  if (!noted)
+  if (leader < 0 || cir_replace("pid.new", "pid", &text) != 0) {
     snprintf(state->error, sizeof state->error, "cannot start the command: %m");
-  if (state->error[0]) {
-    state->count = 0; /* what ends now is not the command */
-    unlink("pid");
+  } else {
+    cir_target_add(guard, &proc);
+    state->started_at = cir_wall();
+    /* The other end is closed by exec, and by its failure. */
+    if (write(go[0], "g", 1) != 1 || read(go[0], line, 1) != 0)
+      strcpy(state->error, "the command was killed before it began");
+    cir_proc_read(leader, &proc, NULL);
+    memcpy(state->targets[0].exe, proc.exe, sizeof proc.exe);
   }
+  close(go[0]);
+  close(output);
+  close(start->cwd); /* the guards hold no file system but the attempt's */
 }
 
 /* Fork a guard, to start what is staged or, without, to watch what is there, and wait until it
@@ -211,7 +207,8 @@ static int begin(cir_guard *guard, staged *start, const char *directory) {
   if (outer < 0 && start)
     rmdir("started");
   if (outer < 0)
-    return cir_fail("cannot start a process: %m; nothing was started");
+    return cir_fail("cannot start a guard for %s: %m; %s", directory,
+                    start ? "nothing was started" : "what runs goes on");
   if (outer > 0) {
     close(guard->lock); /* it is the guard's */
     for (int tries = 30000; !__atomic_load_n(&state->begun, __ATOMIC_ACQUIRE); tries--) {
@@ -220,7 +217,7 @@ static int begin(cir_guard *guard, staged *start, const char *directory) {
                         tries ? "died while it started" : "has not begun in 30 s");
       cir_nap(1);
     }
-    return state->error[0] ? cir_fail("%s", state->error) : CIR_OK;
+    return start && state->error[0] ? cir_fail("%s", state->error) : CIR_OK;
   }
   detach(guard);
   state->outer = getpid();
@@ -236,8 +233,6 @@ static int begin(cir_guard *guard, staged *start, const char *directory) {
   guard->exit_info = cir_has_exit_info();
   if (start)
     start_leader(guard, start);
-  else if (state->count > 0)
-    cir_watch(guard, &state->targets[0]);
   exit(cir_guard_loop(guard));
 }
 

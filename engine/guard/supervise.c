@@ -32,6 +32,10 @@ static int finish(cir_guard *guard) {
   cir_settle(guard);
   cir_clear_lock(guard);
   fdatasync(guard->log);
+  if (guard->state->error[0]) {
+    guard->state->count = 0; /* what has ended is not the command */
+    unlink("pid");
+  }
   for (int tries = 60; cir_record_write(guard->state) != 0; tries--) {
     if (tries == 0)
       return CIR_FAILED; /* the state file still says everything to the next guard */
@@ -114,11 +118,9 @@ int cir_outer_loop(cir_guard *guard, pid_t inner) {
     if (asked_to_stop(guard))
       kill(inner, SIGTERM);
   }
-  if (access("exit", F_OK) == 0)
-    return CIR_OK;
+  if (access("exit", F_OK) == 0 || (info.si_code == CLD_EXITED && info.si_status == CIR_OK))
+    return CIR_OK; /* whoever read the record may have taken the directory away by now */
   guard->state->takeovers++;
-  if (guard->state->count == 0 && !guard->state->error[0])
-    strcpy(guard->state->error, "the guard was killed before it started the command");
   cir_log_resume(guard);
   return cir_guard_loop(guard);
 }

@@ -41,8 +41,9 @@ static char *proc_file(pid_t pid, const char *name, size_t *size) {
   return cir_read(path, size);
 }
 
-/* The executable's path, empty where it is unreadable. */
-static void exe_path(pid_t pid, char *path, size_t size) {
+/* The executable's path, empty where there is none to read. Returns whether we may look at the
+ * process that closely. */
+static bool exe_path(pid_t pid, char *path, size_t size) {
   char link[64];
   snprintf(link, sizeof link, "/proc/%d/exe", (int)pid);
   ssize_t length = readlink(link, path, size - 1);
@@ -50,6 +51,7 @@ static void exe_path(pid_t pid, char *path, size_t size) {
   char *deleted = strstr(path, " (deleted)");
   if (deleted)
     *deleted = '\0';
+  return length >= 0 || errno != EACCES;
 }
 
 /* Class a process by its executable's base name, or by comm (which `exe` still holds) where that
@@ -64,8 +66,11 @@ static void classify(cir_proc *proc) {
     proc->kind++;
 }
 
-/* Fill proc from /proc/PID/stat; exit_status, when given, gets a zombie's status, or -1. */
+/* Fill proc from /proc/PID/stat; exit_status, when given, gets a zombie's status, or -1. Who may
+ * not look closely at a process reads 0 for its status. */
 bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
+  char path[4096];
+  bool shown = exit_status && exe_path(pid, path, sizeof path);
   char *stat = proc_file(pid, "stat", NULL);
   char *comm = stat ? strchr(stat, '(') : NULL, *end = stat ? strrchr(stat, ')') : NULL;
   bool good = comm && end && end[1] == ' ';
@@ -82,7 +87,7 @@ bool cir_proc_read(pid_t pid, cir_proc *proc, int *exit_status) {
     /* The first thread may end before the others: it is a zombie then, the program is none. */
     proc->alive = (end[2] != 'Z' && end[2] != 'X') || fields[20] > 1;
     if (exit_status)
-      *exit_status = proc->alive ? -1 : (int)fields[52];
+      *exit_status = proc->alive || !shown ? -1 : (int)fields[52];
   }
   free(stat);
   return good;

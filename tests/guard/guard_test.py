@@ -8,6 +8,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -18,6 +19,7 @@ import time
 from harness import Attempt, Holder, Skip, Suite
 
 NOBODY = 65534
+PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
 
 
 def lines(count):
@@ -81,10 +83,32 @@ def home_relative(attempt):
 
 
 @case
+def closed_directory(attempt):
+    """A working directory that may be entered and not listed will do; one that may not be entered is refused."""
+    user = None if os.geteuid() else NOBODY
+    for mode, done in ((0o600, 1), (0o100, 0)):
+        other = Attempt(attempt.suite, user)
+        closed = os.path.join(other.work, "closed")
+        os.mkdir(closed)
+        os.chmod(closed, mode)
+        if user:
+            os.chown(closed, user, user)
+        other.stage("pwd; exit 3", cwd=closed)
+        result = other.call("run")
+        assert result.returncode == done, (oct(mode), result)
+        if done:
+            assert f"{closed}: Permission denied".encode() in result.stderr, result
+            assert not os.path.exists(other.path("started"))
+        else:
+            assert other.record()["status"] == 3 and other.log().decode() == closed + "\n", other.log()
+        os.chmod(closed, 0o700)
+
+
+@case
 def refusals(attempt):
     """What cannot be started is refused with a reason, and can be repaired."""
-    def refused(what, *options):
-        result = attempt.call("run", *options)
+    def refused(what, **keywords):
+        result = attempt.call("run", **keywords)
         assert result.returncode == 1 and what.encode() in result.stderr, (what, result)
         assert not os.path.exists(attempt.path("started")), what
         assert attempt.status()["state"] == "staged"
@@ -93,6 +117,8 @@ def refusals(attempt):
     refused("/no/such/place")
     attempt.stage("exit 4", cwd="/etc/passwd")
     refused("Not a directory")
+    attempt.stage("exit 4", cwd="below")
+    refused("/no/home/below: No such file", env={"HOME": "/no/home"})
     attempt.stage("exit 4", environment=b"GOOD=1\0BAD\0")
     refused("byte 7")
     attempt.stage("exit 4", environment=b"GOOD=1\0", shell="/no/such/shell")
@@ -104,6 +130,8 @@ def refusals(attempt):
     assert attempt.call("run", "--method", "guess").returncode == 2
     assert attempt.call("run", "--grace").returncode == 2
     assert attempt.call("walk").returncode == 2
+    helped = attempt.call("run", "--help")
+    assert helped.returncode == 0 and b"usage: " in helped.stdout, helped
     attempt.stage("exit 4")
     limited = attempt.call("run", restore_signals=True, preexec_fn=lambda: resource.setrlimit(
         resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)))
@@ -147,6 +175,72 @@ def sixty_starts(attempt):
         assert file.read() == "started\n"
     result = attempt.call("run")
     assert result.returncode == 0 and json.loads(result.stdout)["state"] == "exited"
+
+
+def children(pid):
+    """The processes whose parent this is."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                if int(file.read().rsplit(")", 1)[1].split()[1]) == pid:
+                    found.append(int(name))
+        except (OSError, ValueError):
+            pass
+    return found
+
+
+def has_ended(pid):
+    """Whether a process that is nobody's child here has ended, waited for or not."""
+    try:
+        return process_state(pid) in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@case
+def killed_before_start(attempt):
+    """SIGKILL of the guard, or of both, before it has started the command: the record says so, with no status."""
+    for both in (False, True):
+        other = Attempt(attempt.suite)
+        other.stage("touch ran")
+        os.mkfifo(other.path("pid.new"))  # the guard does not get beyond it
+        run = other.start("run")
+        chain = [run.pid]
+
+        def forked():
+            while len(chain) < 4 and children(chain[-1]):
+                chain.extend(children(chain[-1]))
+            return len(chain) >= 4
+        other.wait_for("the leader", forked)
+        for pid in chain[1:3] if both else chain[2:3]:
+            os.kill(pid, signal.SIGKILL)
+        _, message = run.communicate(timeout=60)
+        assert run.returncode == 1 and (b"died while it started" if both else b"killed before") in message, message
+        if both:
+            assert other.call("adopt").returncode == 0
+        record = other.record()
+        assert record["leader"] is None and record["status"] is None, record
+        assert record["error"] == "the guard was killed before it started the command", record
+        assert other.alive() == [] and not os.path.exists(os.path.join(other.work, "ran"))
+
+
+@case
+def taken_away(attempt):
+    """A directory that is removed as soon as the record is there: no guard stays behind."""
+    attempt.run("until [ -e gate ]; do sleep 0.05; done")
+    outer = attempt.status()["outer"]
+    os.kill(outer, signal.SIGSTOP)
+    attempt.wait_for("the outer guard to be stopped", lambda: process_state(outer) == "T")
+    attempt.open_gate()
+    attempt.record()
+    attempt.wait_for("the inner guard's end", lambda: [process_state(p) for p in children(outer)] == ["Z"])
+    shutil.rmtree(attempt.directory)
+    os.kill(outer, signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while not has_ended(outer):
+        assert time.monotonic() < deadline, "the outer guard goes on"
+        time.sleep(0.01)
 
 
 @case
@@ -244,6 +338,21 @@ def both_killed(attempt):
 
 
 @case
+def cannot_adopt(attempt):
+    """What keeps a guard from taking over is said, and that the command goes on."""
+    attempt.run(attempt.cmd(200, 19))
+    attempt.wait_ready()
+    kill_both(attempt)
+    os.unlink(attempt.path("exit.new"))
+    os.mkdir(attempt.path("exit.new"))
+    result = attempt.call("adopt")
+    assert result.returncode == 1 and b"Is a directory; what runs goes on" in result.stderr, result
+    os.rmdir(attempt.path("exit.new"))
+    record, _ = attempt.stop("--grace", "20")
+    assert record["adopted"] and list(attempt.events().values()) == [["ready", "term", "saved"]], record
+
+
+@case
 def both_killed_in_stop(attempt):
     """SIGKILL of both guards after the TERM: `stop` adopts, and sends no second TERM."""
     attempt.run(attempt.cmd(100, 14, "saved=" + attempt.gate()) + "; true", "--linger", "0.2")
@@ -251,8 +360,8 @@ def both_killed_in_stop(attempt):
     first = attempt.start("stop", "--grace", "60")
     attempt.wait_for("the TERM", lambda: ["ready", "term"] in attempt.events().values())
     kill_both(attempt)
-    first.communicate(timeout=60)
-    assert first.returncode == 1
+    _, message = first.communicate(timeout=60)
+    assert first.returncode == 1 and b"has lost its guard" in message, message
     second = attempt.start("stop", "--grace", "60")
     attempt.wait_for("the adoption", lambda: attempt.status().get("adopted"))
     attempt.open_gate()
@@ -490,6 +599,27 @@ def not_permitted(attempt):
     assert len(target) == 1 and target[0]["delivery"] == "not delivered: EPERM" and not target[0]["signalled"], record
     assert target[0]["code"] in (21, None), record
     assert list(attempt.events().values()) == [["ready", "end"]], attempt.events()
+
+
+@case
+def not_seen(attempt):
+    """A program that has ended, for which its parent does not wait and whose status may not be read: not taken for 0."""
+    command, drop = attempt.cmd(100, 29), None
+    if os.geteuid() == 0:  # in a container even root may not look at another user's process
+        libc = ctypes.CDLL(None)
+        command = "setpriv --reuid=nobody --regid=nogroup --clear-groups " + command
+        open(attempt.journal, "w").close()
+        os.chmod(attempt.journal, 0o666)
+
+        def drop():
+            libc.prctl(PR_CAPBSET_DROP, CAP_SYS_PTRACE, 0, 0, 0)
+    attempt.stage(command + " & exec sleep 300")
+    result = attempt.call("run", preexec_fn=drop)
+    assert result.returncode == 0, result
+    attempt.wait_ready()
+    record, _ = attempt.stop("--grace", "60", "--linger", "0.3")
+    target = record["targets"][0]
+    assert target["pid"] == next(iter(attempt.events())) and target["code"] == 29 == record["status"], record
 
 
 @case

@@ -3,7 +3,8 @@
 The signal matrix: the ways people wrap a program, each under the guard, then asked to stop.
 
 A case passes when the program got SIGTERM exactly once, its save finished, nothing was left alive, and the record tells
-the program's own status. Save times, statuses and nonces are drawn at random (--seed repeats a run).
+the program's own status. Save times, statuses and nonces are drawn at random (--seed repeats a run); most saves are
+short, some last as long as --save has it.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def main():
     parser.add_argument("child")
     parser.add_argument("--method", default="auto", help="comma separated: auto wait pidfd ptrace unknown")
     parser.add_argument("--device", choices=("no", "yes", "both"), default="both")
-    parser.add_argument("--save", default="0.2-0.8", help="seconds, a range")
+    parser.add_argument("--save", default="0.2-4", help="seconds, a range")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--only")
     parser.add_argument("--jobs", type=int, default=4)
@@ -149,8 +150,7 @@ def main():
         for device in {"no": (False,), "yes": (True,), "both": (False, True)}[arguments.device]:
             for name, programs, command in WRAPPERS + FURTHER:
                 suite.case(f"{name} [{'device' if device else 'no device'}, {method}]", shape, suite, name, programs,
-                           command, device, method, draw.randint(int(low * 1000), int(high * 1000)),
-                           draw.randint(1, 120))
+                           command, device, method, int(1000 * (low + (high - low) * draw.random() ** 8)), draw.randint(1, 120))
     return suite.run(arguments.jobs)
 
 
