@@ -1,6 +1,7 @@
 --- guard: runs a command on this machine under the guard that runs on the workers.
 local err = require("ciranda.io.error")
 local local_guard = require("ciranda.run.local_guard")
+local output = require("ciranda.run.output")
 local shell = require("ciranda.io.shell")
 local task = require("ciranda.task")
 
@@ -29,15 +30,19 @@ local M = {
 --- Exit statuses of this program when it was told to stop, and when it leaves the command alone.
 local STOPPED = { SIGINT = 130, SIGTERM = 143 }
 local DETACHED = 129
+--- Who of those that race ends it when this program leaves the command alone, and when nobody reads what is left.
+local LEFT, UNREAD = 3, 4
+--- Seconds from the end of a command that was stopped until all of its output must have been read.
+local LAST = 5
 
 ---@param context ciranda.cli.Context
 ---@param record table?
 ---@param stopped string? the signal that this program stopped it for
 ---@return integer status
 local function conclude(context, record, stopped)
-  local status = record and math.tointeger(record.status) or 1
-  local words = record and math.tointeger(record.status) and ("exit status %d"):format(status)
-    or "its exit status is not known"
+  local known = type(record) == "table" and math.tointeger(record.status)
+  local status = known or 1
+  local words = known and ("exit status %d"):format(known) or "its exit status is not known"
   if stopped then
     status = STOPPED[stopped]
     words = ("stopped by %s; its own %s"):format(stopped, words)
@@ -50,16 +55,38 @@ local function conclude(context, record, stopped)
   return status
 end
 
+--- Starts a command: under the name that was given, or under the present time, with a number where that is taken.
+---@param flags table
+---@param command string for a shell
+---@return string name
+---@return ciranda.run.LocalGuard guarded
+local function start(flags, command)
+  local now, count = os.date("%Y-%m-%d-%H-%M-%S"), 1
+  while true do
+    local name = flags.name or count == 1 and now or ("%s-%d"):format(now, count)
+    local guarded = local_guard.named(name)
+    local ok, problem =
+      pcall(guarded.start, guarded, command, { keep = flags.keep > 0 and flags.keep or nil })
+    if ok then
+      return name, guarded
+    elseif flags.name or not err.is(problem, "exists") then
+      error(problem, 0)
+    end
+    count = count + 1
+  end
+end
+
 ---@param context ciranda.cli.Context
 ---@return integer status
 function M.run(context)
   local flags = context.flags
   local words = flags.CMD or {}
-  if #words == 0 and not flags.name then
+  if flags.stop and (#words > 0 or not flags.name) then
+    err.raise({ code = "usage", message = "--stop needs the name alone: ciranda guard --name=NAME --stop" })
+  elseif #words == 0 and not flags.name then
     err.raise({ code = "usage", message = "guard needs a command: ciranda guard -- CMD" })
   end
-  local name = flags.name or os.date("%Y-%m-%d-%H-%M-%S")
-  local guarded = local_guard.named(name)
+  local name, guarded = flags.name, flags.name and local_guard.named(flags.name)
   if flags.stop then
     guarded:status()
     guarded:stop(flags.grace, "ciranda guard --stop")
@@ -80,9 +107,7 @@ function M.run(context)
     end),
   })
   if #words > 0 then
-    guarded:start(#words == 1 and words[1] or "exec " .. shell.words(words), {
-      keep = flags.keep > 0 and flags.keep or nil,
-    })
+    name, guarded = start(flags, #words == 1 and words[1] or "exec " .. shell.words(words))
   else
     guarded:status()
   end
@@ -90,13 +115,26 @@ function M.run(context)
     context.progress:say("Running as %s; ciranda guard --name=%s shows it, --stop=true ends it", name, name)
     return 0
   end
+  local shown = output.new(1, function()
+    context.progress:clear()
+  end)
+  local _ <close> = setmetatable({}, {
+    __close = function()
+      shown:close()
+    end,
+  })
   local record
   local first = task.race({
     function()
       record = guarded:follow(0, function(bytes)
-        io.write(bytes)
-        io.flush()
+        shown:write(bytes)
+      end, function(from, to)
+        context.progress:say("Bytes %d to %d of its output are no longer kept (--keep)", from, to - 1)
       end)
+      shown:flush()
+    end,
+    function()
+      shown:run()
     end,
     function()
       leave:wait()
@@ -105,16 +143,19 @@ function M.run(context)
       stop:wait()
       context.progress:say("%s: TERM, KILL after %g s; once more to leave at once", stopped, flags.grace)
       guarded:stop(flags.grace, stopped .. " to ciranda guard")
-      task.event():wait()
+      task.sleep(LAST)
     end,
   })
-  if first == 2 then
+  if first == LEFT then
     context.finish({
       kind = "detached",
       status = DETACHED,
       message = ("Detached: ciranda guard --name=%s takes it up again"):format(name),
     })
     return DETACHED
+  elseif first == UNREAD then
+    record = guarded:status().record
+    context.progress:say("Its last output was not read: ciranda guard --name=%s shows it", name)
   end
   return conclude(context, record, stopped)
 end

@@ -410,7 +410,12 @@ local lost
 -- Nobody reads any more (`| head`), which is no failure. The number is Linux's.
 local EPIPE = 32
 
-local function noted(file, message, errno)
+--- Takes note of what writing to standard output, or flushing it, has returned.
+---@param file any
+---@param message string?
+---@param errno integer?
+---@return any file, string? message, integer? errno the same
+function M.note(file, message, errno)
   if not file and errno ~= EPIPE then
     lost = lost or message
   end
@@ -421,7 +426,7 @@ end
 --- nobody reads it. Whoever prints in small pieces hears of it only when the last are on their way.
 ---@return string?
 function M.lost()
-  noted(io.stdout:flush())
+  M.note(io.stdout:flush())
   return lost
 end
 
@@ -431,7 +436,7 @@ function M.write(...)
   if default.output then
     return default.output:write(...)
   end
-  return noted(stock.write(...))
+  return M.note(stock.write(...))
 end
 
 --- io.lines.

@@ -5,11 +5,14 @@ local fs = require("ciranda.io.fs")
 local journals = require("ciranda.run.journal")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
+local uv = require("luv")
 
 local M = {}
 
 --- Seconds that a short answer of the guard may take.
 local SHORT = 60
+--- The guard's exit status for what it cannot do.
+local FAILED = 1
 
 ---@class ciranda.run.LocalGuard
 ---@field directory string the attempt's directory, as `docs/guard.md` has it
@@ -83,6 +86,14 @@ end
 -- Raises "exists" when the name is taken, "failed" with the guard's words.
 function Local:start(command, options)
   options = options or {}
+  local cwd, gone = uv.cwd()
+  if not cwd then
+    err.raise({
+      code = "not_found",
+      op = "guard",
+      message = ("the present directory cannot be told: %s; go to one that is there"):format(gone),
+    })
+  end
   fs.mkdir_p(self.directory:match("^(.*)/"), 448)
   local made, problem = pcall(fs.mkdir, self.directory, 448)
   if not made and err.is(problem, "exists") then
@@ -98,14 +109,22 @@ function Local:start(command, options)
   elseif not made then
     error(problem, 0)
   end
-  fs.write(self.directory .. "/command", command)
-  fs.write(self.directory .. "/cwd", require("luv").cwd())
-  if options.shell then
-    fs.write(self.directory .. "/shell", options.shell)
+  local ran, why = pcall(function()
+    fs.write(self.directory .. "/command", command)
+    fs.write(self.directory .. "/cwd", cwd)
+    if options.shell then
+      fs.write(self.directory .. "/shell", options.shell)
+    end
+    local answer = self:ask("run", options.keep and { "--keep", tostring(options.keep) } or {})
+    if answer.code ~= 0 then
+      self:refuse(answer)
+    end
+  end)
+  if not ran and not err.is_fatal(why) and not fs.exists(self.directory .. "/started") then
+    fs.remove_tree(self.directory) -- nothing has run: the name is free
   end
-  local answer = self:ask("run", options.keep and { "--keep", tostring(options.keep) } or {})
-  if answer.code ~= 0 then
-    self:refuse(answer)
+  if not ran then
+    error(why, 0)
   end
 end
 
@@ -131,9 +150,10 @@ end
 ---@async
 ---@param from integer offset
 ---@param sink fun(bytes: string)
+---@param on_gap fun(from: integer, to: integer)? these bytes are no longer kept
 ---@return table? record nil when it was lost
 -- Raises "failed" with the guard's words.
-function Local:follow(from, sink)
+function Local:follow(from, sink, on_gap)
   while true do
     local answer = self:ask("follow", {
       "--from",
@@ -145,13 +165,20 @@ function Local:follow(from, sink)
       end,
     })
     local status = self:status()
-    if type(status.record) == "table" then
-      return status.record
-    elseif status.state == "lost" and self:ask("adopt").code ~= 0 then
-      return nil
-    elseif (status.log_first or 0) > from then
-      from = status.log_first
-    elseif status.state ~= "lost" and answer.code and answer.code ~= 0 then
+    local record = type(status.record) == "table" and status.record or nil
+    local first = (record or status).log_first or 0
+    if first > from then
+      if on_gap then
+        on_gap(from, first)
+      end
+      from = first
+    elseif record and answer.code == 0 then
+      return record
+    elseif status.state == "lost" then
+      if self:ask("adopt").code ~= 0 then
+        return nil
+      end
+    elseif answer.code == FAILED then
       self:refuse(answer)
     end
   end

@@ -4,6 +4,7 @@
 -- else shares it.
 local err = require("ciranda.io.error")
 local pipes = require("ciranda.io.pipe")
+local stdio = require("ciranda.io.stdio")
 local task = require("ciranda.task")
 local uv = require("luv")
 
@@ -17,6 +18,7 @@ local LIMIT = 1048576
 ---@field private pieces string[]
 ---@field private waiting integer
 ---@field private before fun()
+---@field private turn ciranda.task.Semaphore who writes
 local Output = {}
 Output.__index = Output
 
@@ -33,6 +35,7 @@ function M.new(descriptor, before)
     waiting = 0,
     more = task.event(),
     room = task.event(),
+    turn = task.semaphore(1),
     gone = false,
   }, Output)
   local kind = uv.guess_handle(descriptor)
@@ -49,6 +52,21 @@ function M.new(descriptor, before)
   return output
 end
 
+--- Writes to what never makes anybody wait, such as a file. What standard output did not take is known at the end.
+---@param file file*
+---@param bytes string
+---@return boolean? taken
+local function put(file, bytes)
+  local ok, message, errno = file:write(bytes)
+  if ok then
+    ok, message, errno = file:flush()
+  end
+  if file == io.stdout then
+    stdio.note(ok, message, errno)
+  end
+  return ok and true
+end
+
 --- Takes bytes. Waits while too many of them are not read.
 ---@async
 ---@param bytes string
@@ -57,9 +75,7 @@ function Output:write(bytes)
     return
   elseif not self.writer then
     self.before()
-    local file = self.descriptor == 2 and io.stderr or io.stdout
-    self.gone = not file:write(bytes)
-    file:flush()
+    self.gone = not put(self.descriptor == 2 and io.stderr or io.stdout, bytes)
     return
   end
   self.pieces[#self.pieces + 1] = bytes
@@ -80,9 +96,15 @@ function Output:run()
   end
 end
 
---- Writes everything that waits now. When nobody reads any more (`| head`) the rest is dropped, and the job goes on.
+--- Writes everything that waits now, behind what another task is writing. When nobody reads any more (`| head`) the
+--- rest is dropped, and the job goes on.
 ---@async
 function Output:flush()
+  self.turn:with(self.write_out, self)
+end
+
+---@private
+function Output:write_out()
   while #self.pieces > 0 and not self.gone do
     local bytes = table.concat(self.pieces)
     self.pieces, self.waiting = {}, 0

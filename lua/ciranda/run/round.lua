@@ -268,9 +268,8 @@ function Round:watch(gang)
   beside(function()
     self.logs:show_lines()
   end)
-  beside(function()
-    self.output:run()
-  end)
+  -- Not aside: what it is about to write at the end is still to be written.
+  local writing = scope:spawn(self.output.run, self.output)
   beside(stopping.show, self, gang)
   if options.notices then
     beside(notices.watch, options.fleet, function(notice)
@@ -304,6 +303,7 @@ function Round:watch(gang)
         break
       end
       watching:cancel("detached")
+      writing:cancel("detached")
       end_aside()
       calling:cancel("detached")
       return result
@@ -328,6 +328,7 @@ function Round:watch(gang)
   end
   end_aside()
   local result = self:conclude(verdict, before)
+  writing:cancel("the end")
   if result.kind ~= "detached" then
     self:ended(result)
   end

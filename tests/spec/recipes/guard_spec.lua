@@ -1,8 +1,12 @@
 -- The guard on this machine, by itself and under a detached runner.
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
+local process = require("ciranda.io.process")
 local support = dofile("tests/spec/recipes/support.lua")
+local task = require("ciranda.task")
 local uv = require("luv")
+
+local BINARY = os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable
 
 describe("guard on this machine", function()
   local place
@@ -92,6 +96,114 @@ describe("guard on this machine", function()
       assert.same({ 7, true, 0 }, { record.status, record.stopped, record.killed })
     end
   )
+
+  --- Numbers, a line each.
+  local function numbers(count)
+    local list = {}
+    for number = 1, count do
+      list[number] = number .. "\n"
+    end
+    return table.concat(list)
+  end
+
+  local function exit_of(name)
+    local path = ("%s/state/ciranda/guard/%s/exit"):format(place.root, name)
+    return fs.exists(path) and json.decode(fs.read(path))
+  end
+
+  it("shows all that --keep has left, and says what it has not", function()
+    local result = recipe("guard", "--name=k1", "--keep=100000", "--", "seq 300000")
+    assert.equal(0, result.code, result.err)
+    assert.equal("300000\n", result.out:sub(-7))
+    local first = exit_of("k1").log_first
+    assert.is_true(first > 0)
+    local again = recipe("guard", "--name=k1")
+    assert.equal(0, again.code, again.err)
+    assert.is_true(again.out == numbers(300000):sub(first + 1))
+    assert.matches(("Bytes 0 to %d of its output are no longer kept"):format(first - 1), again.err, 1, true)
+  end)
+
+  it("is kept from no signal by who does not read, who gets every byte later, within seconds", function()
+    local function start(name)
+      local ends = assert(uv.pipe())
+      local program = process.spawn({
+        BINARY,
+        "guard",
+        "--name=" .. name,
+        "--",
+        "seq 400000; exec sleep 60",
+        env = place:env(),
+        grace = 1,
+        stdout = ends.write,
+        stderr = process.DISCARD,
+      })
+      uv.fs_close(ends.write)
+      return program, ends.read
+    end
+    local first <close>, read = start("p1")
+    local second <close>, unread = start("p2")
+    for name, program in pairs({ p1 = first, p2 = second }) do
+      local log = ("%s/state/ciranda/guard/%s/log"):format(place.root, name)
+      assert(support.ssh.wait_for(function()
+        return fs.exists(log) and fs.stat(log).size == #numbers(400000)
+      end))
+      uv.kill(program.pid, "sigterm")
+      assert(support.ssh.wait_for(function()
+        return exit_of(name)
+      end))
+    end
+    local got = {}
+    repeat
+      got[#got + 1] = uv.fs_read(read, 65536)
+      task.yield()
+    until got[#got] == ""
+    assert.is_true(table.concat(got) == numbers(400000))
+    assert.equal(143, first:wait().code)
+    assert.equal(143, task.timeout(60, second.wait, second).code)
+    uv.fs_close(read)
+    uv.fs_close(unread)
+  end)
+
+  it("says when what it shows could not be written", function()
+    local full = assert(uv.fs_open("/dev/full", "w", 0))
+    local result =
+      process.run({ BINARY, "guard", "--name=full", "--", "seq 10", env = place:env(), stdout = full })
+    uv.fs_close(full)
+    assert.equal(0, result.code)
+    assert.matches("not all there: standard output: No space left on device", result.stderr, 1, true)
+  end)
+
+  it("leaves a name free under which nothing could be started, and needs none", function()
+    local result = place:run("guard", { "--name=free", "--", "echo ran" }, {
+      fleet = false,
+      env = { SHELL = "/no/such/shell" },
+    })
+    assert.equal(1, result.code)
+    assert.matches("cannot run the shell /no/such/shell", result.err, 1, true)
+    local line = 'mkdir "$1" && cd "$1" && rmdir "$1" && exec "$0" guard --name=free -- "echo ran"'
+    local gone = process.run({ "/bin/sh", "-c", line, BINARY, place.root .. "/gone", env = place:env() })
+    assert.equal(1, gone.code)
+    assert.matches("the present directory cannot be told: ENOENT", gone.stderr, 1, true)
+    result = recipe("guard", "--name=free", "--", "echo ran")
+    assert.same({ 0, "ran\n" }, { result.code, result.out })
+    local running = {}
+    for count = 1, 4 do
+      running[count] = place:start("guard", { "--", "echo " .. count }, { fleet = false })
+    end
+    for count, one in ipairs(running) do
+      result = one.wait()
+      assert.same({ 0, count .. "\n" }, { result.code, result.out }, result.err)
+    end
+    for _, words in ipairs({
+      { "--stop" },
+      { "--stop", "--", "true" },
+      { "--stop", "--name=free", "--", "true" },
+    }) do
+      result = recipe("guard", table.unpack(words))
+      assert.equal(2, result.code)
+      assert.matches("ciranda guard --name=NAME --stop", result.err, 1, true)
+    end
+  end)
 
   it("minds a signal that comes while its command is still being started", function()
     local state = place.root .. "/early"

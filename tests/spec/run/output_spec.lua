@@ -5,7 +5,7 @@ local uv = require("luv")
 describe("run.output", function()
   --- A pipe whose writing end is a descriptor of ours; reading is by hand.
   local function pipe()
-    local ends = uv.pipe()
+    local ends = uv.pipe({ nonblock = true })
     return ends.read, ends.write
   end
 
@@ -54,6 +54,39 @@ describe("run.output", function()
       assert.is_true(#uv.fs_read(read, 1000) > 0)
     end)
   end)
+
+  it(
+    "flushes what another task is writing too: then that one may be cancelled, and nothing is lost",
+    function()
+      with_output(function(out, read)
+        local whole = {}
+        for line = 1, 100000 do
+          whole[line] = ("%d\n"):format(line)
+        end
+        whole = table.concat(whole)
+        local got = {}
+        local scope <close> = task.scope()
+        local writer = scope:spawn(function()
+          out:run()
+        end)
+        out:write(whole)
+        task.sleep(0.01) -- the pipe is full, and nothing waits any more
+        local reader = scope:spawn(function()
+          local size = 0
+          while size < #whole do
+            got[#got + 1] = uv.fs_read(read, 65536) or ""
+            size = size + #got[#got]
+            task.sleep(0.001)
+          end
+        end)
+        out:flush()
+        writer:cancel("the end")
+        local in_time = pcall(task.timeout, 20, reader.wait, reader)
+        assert.is_true(in_time, "not all of it has been written")
+        assert.is_true(whole == table.concat(got))
+      end)
+    end
+  )
 
   it("goes on when nobody will ever read again", function()
     local read, write = pipe()
