@@ -56,6 +56,9 @@ static struct {
    */
   _Atomic int64_t raise;               /* raise "interrupted" */
   _Atomic int64_t trace;               /* write down a traceback */
+  _Atomic int64_t overrun;             /* raise "timeout" */
+  _Atomic(lua_State *) limited;        /* compared only: the state whose turns have a limit */
+  _Atomic int64_t limit;               /* ms */
   _Atomic int pending[CIR_MAX_SIGNAL]; /* a handler adds while the loop takes */
   bool caught[CIR_MAX_SIGNAL];
   int depth;   /* nesting of turns */
@@ -138,6 +141,12 @@ static int raise_interrupted(lua_State *L) {
   return lua_error(L);
 }
 
+/* Raises "timeout": the running code has taken too long. A lua_CFunction. [-0, +0, v] */
+static int raise_overrun(lua_State *L) {
+  cir_push_error(L, "timeout", "it has computed for too long without waiting for anything");
+  return lua_error(L);
+}
+
 /*
  * Runs inside the Lua code that is executing, and in its frame. What it does stands in functions of
  * their own, for a luaL_Buffer that outgrows its first kilobyte (luaL_traceback has one) marks the
@@ -151,6 +160,10 @@ static void hook(lua_State *L, lua_Debug *ar) {
     lua_pushcfunction(L, write_trace);
     if (lua_pcall(L, 0, 0, 0) != LUA_OK)
       lua_pop(L, 1); /* no memory: the turn goes unreported */
+  }
+  if (take_request(&I.overrun, &I.turn_started) && L == atomic_load(&I.limited)) {
+    lua_pushcfunction(L, raise_overrun);
+    lua_call(L, 0, 0);
   }
   if (take_request(&I.raise, &I.interrupted_at)) {
     if (!is_unanswered()) {
@@ -202,7 +215,7 @@ static void *watch(void *unused) {
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, NULL);
-  int64_t reported = 0;
+  int64_t reported = 0, overrun = 0;
   pthread_mutex_lock(&I.lock);
   while (!I.ending) {
     struct timespec until;
@@ -225,6 +238,13 @@ static void *watch(void *unused) {
     if (turn != 0 && turn != reported && now - turn > CIR_LONG_TURN_MS) {
       reported = turn;
       atomic_store(&I.trace, turn);
+      knock = true;
+    }
+    lua_State *limited = atomic_load(&I.limited);
+    if (turn != 0 && limited != NULL && limited == atomic_load(&I.running) &&
+        now - turn > atomic_load(&I.limit) && now - overrun > CIR_LEAVE_MS) {
+      overrun = now; /* and again, should the code have caught it */
+      atomic_store(&I.overrun, turn);
       knock = true;
     }
     if (turn != 0 && first != 0 && first != atomic_load(&I.raised) &&
@@ -336,6 +356,18 @@ static int l_set_running(lua_State *L) {
   return 0;
 }
 
+/* engine.limit_turns(coroutine | nil, seconds): what that coroutine runs may take so long without
+ * waiting; beyond it "timeout" is raised there. There is one such limit. [-2, +0, e] */
+static int l_limit_turns(lua_State *L) {
+  lua_State *state = lua_isnoneornil(L, 1) ? NULL : lua_tothread(L, 1);
+  if (state == NULL && !lua_isnoneornil(L, 1))
+    return luaL_typeerror(L, 1, "thread");
+  if (state != NULL)
+    atomic_store(&I.limit, (int64_t)(luaL_checknumber(L, 2) * 1000));
+  atomic_store(&I.limited, state);
+  return 0;
+}
+
 static int signal_number(lua_State *L, int index) {
   const char *name = luaL_checkstring(L, index);
   for (size_t i = 0; i < sizeof SIGNALS / sizeof SIGNALS[0]; i++)
@@ -400,12 +432,10 @@ static int l_on_fatal(lua_State *L) {
 }
 
 void cir_interrupt_register(lua_State *L) {
-  static const luaL_Reg functions[] = {{"set_running", l_set_running},
-                                       {"catch_signal", l_catch_signal},
-                                       {"release_signal", l_release_signal},
-                                       {"on_signal", l_on_signal},
-                                       {"on_blocked", l_on_blocked},
-                                       {"on_fatal", l_on_fatal},
-                                       {NULL, NULL}};
+  static const luaL_Reg functions[] = {
+      {"set_running", l_set_running},   {"limit_turns", l_limit_turns},
+      {"catch_signal", l_catch_signal}, {"release_signal", l_release_signal},
+      {"on_signal", l_on_signal},       {"on_blocked", l_on_blocked},
+      {"on_fatal", l_on_fatal},         {NULL, NULL}};
   luaL_setfuncs(L, functions, 0);
 }

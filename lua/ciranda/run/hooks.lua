@@ -1,6 +1,7 @@
 --- A user's functions that a run calls when something happens to it.
 --
 -- A hook that fails is reported, and changes nothing: a run of days must not end for a mistake in what watches it.
+local engine = require("ciranda.core.engine")
 local err = require("ciranda.io.error")
 local task = require("ciranda.task")
 
@@ -15,8 +16,8 @@ M.NAMES = {
   on_checkpoint = true,
 }
 
---- Seconds that one call may take.
-M.LIMIT = 60
+--- Seconds that one call may take, and of these at once without waiting for anything, when the runner does nothing.
+M.LIMIT, M.COMPUTING = 60, 5
 
 ---@class ciranda.run.Happening what a hook is given
 ---@field run string
@@ -108,13 +109,23 @@ function M.call(hooks, name, happening, say)
   if not hook then
     return nil
   end
-  local ok, value = pcall(task.timeout, M.LIMIT, hook, happening)
+  local ok, value = pcall(task.timeout, M.LIMIT, function()
+    engine.limit_turns(coroutine.running(), M.COMPUTING)
+    local _ <close> = setmetatable({}, {
+      __close = function()
+        engine.limit_turns()
+      end,
+    })
+    return hook(happening)
+  end)
   if ok then
     return value
-  elseif err.is(value, "cancelled") then
-    error(value, 0)
+  elseif err.is(value, "cancelled") and task.current().cancelled then
+    error(value, 0) -- and not what Ctrl-C has done to a hook that computed
   end
-  say("The hook %s failed: %s", name, err.is(value) and err.text(value) or tostring(value))
+  -- The engine's own errors are tables without methods.
+  local text = err.is(value) and err.text(value) or type(value) == "table" and value.message or value
+  say("The hook %s failed: %s", name, tostring(text))
   return nil
 end
 

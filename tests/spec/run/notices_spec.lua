@@ -181,6 +181,36 @@ describe("an attempt", function()
     assert.matches("The hook on_stall failed: .*0001%-%x+: no worker has written", text())
   end)
 
+  it(
+    "ends a hook that computes without end, also one that catches what ends it, and the run goes on",
+    function()
+      local computing = hooks.COMPUTING
+      finally(function()
+        hooks.COMPUTING = computing
+      end)
+      hooks.COMPUTING = 0.3
+      local command = ("echo up; until [ -e %s/enough ]; do sleep 0.1; done"):format(root)
+      local called, caught = 0, 0
+      local result = launch.run(settings(command, {
+        watch = { stall = 0.5 },
+        hooks = {
+          on_stall = function()
+            fs.write(root .. "/enough", "")
+            called = called + 1
+            local function forever()
+              while true do
+              end
+            end
+            caught = pcall(forever) and 0 or 1
+            forever()
+          end,
+        },
+      }))
+      assert.same({ 0, "done", 1, 1 }, { result.status, result.kind, called, caught })
+      assert.matches("The hook on_stall failed: .*it has computed for too long", text())
+    end
+  )
+
   it("tells on_failure how an attempt ended", function()
     local told
     launch.run(settings("exit 3", {
