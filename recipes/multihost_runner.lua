@@ -294,6 +294,7 @@ function M.run(context, hooks)
     environment_of = environment_of,
     connection = found.connection,
     node_state = found.node_state,
+    nodes = found.nodes,
     cloud = found.cloud,
     chips = found.chips,
     renew = found.renew,

@@ -26,6 +26,10 @@ local IDLE = 60
 --- its name is not found, while this machine has no network; and once its command runs, that its shell cannot ask the
 --- guard.
 local PASSING = { "refused", "unavailable", "rate_limit" }
+--- Seconds that reading a worker's clock may take.
+local CLOCK = 10
+--- Lines, and bytes of each, that are repeated of what a step that failed has said.
+local LINES, LINE = 5, 500
 --- The guard's exit status for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST = 3
 
@@ -74,6 +78,9 @@ M.SHUTDOWN = "the guard was told to end"
 ---@field received integer bytes of the log that have been handed on
 ---@field last_contact number when the worker last answered, on the clock that only grows
 ---@field heard number the same on the clock that stands still while this program does not run
+---@field followed number? when its log began to be followed on the present connection, on the same clock
+---@field alive number? when the attempt itself was last known to be there, on the clock that only grows: a machine that
+---  answers again after its restart has no more of it
 ---@field grew number when its log is known to have grown last, on the same clock
 ---@field seen number until when that is known, on the same clock
 local Attempt = {}
@@ -148,6 +155,11 @@ function Attempt:hear()
   self.last_contact, self.heard = clock.now(), lag.clock()
 end
 
+--- Notes that the attempt itself is there, running or with its record.
+function Attempt:show_life()
+  self.alive = clock.now()
+end
+
 --- Runs a script with the worker's sh, whatever the login shell is.
 ---@private
 ---@param script string
@@ -163,17 +175,30 @@ function Attempt:shell(script, options)
   end)
 end
 
+--- What a worker has said: a full disk has tar complain of every file.
+---@param text string
+---@return string
+local function first_lines(text)
+  local lines, count = {}, 0
+  for line in text:gmatch("[^\n]*%S[^\n]*") do
+    count = count + 1
+    lines[#lines + 1] = #lines < LINES and line:sub(1, LINE) or nil
+  end
+  return table.concat(lines, "\n")
+    .. (count > LINES and ("\n(and %d lines more)"):format(count - LINES) or "")
+end
+
 --- Raises when a staging step did not succeed on the worker.
 ---@private
 function Attempt:expect(answer, step)
   if answer.code == 0 then
     return answer
   end
-  local words = (answer.stderr ~= "" and answer.stderr or answer.stdout):gsub("%s+$", "")
+  local words = first_lines(answer.stderr ~= "" and answer.stderr or answer.stdout)
   local why = answer.code and ("exit status %d"):format(answer.code)
     or answer.signal and "killed by SIG" .. answer.signal
     or "the connection ended before it did"
-  local code = words:find("No space left", 1, true) and "no_space"
+  local code = (words:find("No space left", 1, true) or words:find("quota exceeded", 1, true)) and "no_space"
     or words:find("Permission denied", 1, true) and "permission"
     or "failed"
   err.raise({
@@ -340,12 +365,35 @@ function Attempt:go(seconds)
   self.seen = self.grew
   self:expect(answer, "starting the command")
   local status = records.reply(answer.stdout)
+  if status and status.state ~= "lost" then
+    self:show_life()
+  end
   self.started_at = status and type(status.started_at) == "number" and status.started_at or nil
   -- What was started just now was so between question and answer, which may tell the clocks better than the probe did.
   if self.started_at and tries == 1 and self.facts and half < (self.clock_error or math.huge) then
     self.clock_offset, self.clock_error = self.started_at - (sent + half), half
   end
   self:set_phase("running")
+end
+
+--- Measures the worker's clock again: in a job of days it drifts, or is set. Nothing changes when it cannot be asked.
+---@async
+function Attempt:look_at_clock()
+  local ok, answer, sent = pcall(task.timeout, CLOCK, function()
+    local sent = clock.wall()
+    return self:shell("date +%s.%N"), sent
+  end)
+  local there = ok and tonumber(answer.stdout:match("(%d+%.%d+)%s*$"))
+  if there then
+    local half = (clock.wall() - sent) / 2
+    local offset = there - (sent + half)
+    -- What was measured before may be the better measurement of the same clock.
+    if math.abs(offset - self.clock_offset) > half + (self.clock_error or 0) then
+      self.clock_offset, self.clock_error = offset, half
+    end
+  elseif not ok and err.is_fatal(answer) then
+    error(answer, 0)
+  end
 end
 
 --- What the guard says of the attempt.
@@ -398,6 +446,7 @@ function Attempt:stop(grace, reason, on_told)
   local function hear(bytes)
     said = said .. bytes
     if said:find("asked\n", 1, true) then
+      self:show_life()
       on_told()
     end
   end

@@ -27,6 +27,15 @@ local PEER_LOST = {
   "Application timeout caused pair closure",
 }
 
+--- What a program prints on a machine whose accelerators do not work, as publicly reported.
+local BAD_MACHINE = {
+  "Couldn't open iommu group",
+  "open(/dev/vfio",
+  "Failed to initialize TPU system",
+  "TPU initialization failed",
+  "No accelerator found",
+}
+
 --- A consequence may be seen before its cause has been recorded (the cause is still winding up), but not
 --- longer before than this, in seconds.
 local WINDOW = 30
@@ -92,26 +101,69 @@ function M.failure_line(outcome)
   )
 end
 
+--- The first of some words that the end of its log has.
+---@param outcome ciranda.run.Outcome
+---@param list string[]
+---@return string?
+local function said(outcome, list)
+  for _, text in ipairs(outcome.tail and list or {}) do
+    if outcome.tail:find(text, 1, true) then
+      return text
+    end
+  end
+  return nil
+end
+
 --- Does this failure look like that of a peer of the one that failed? Its log's end says so, or it aborted.
 ---@param outcome ciranda.run.Outcome
 ---@return boolean
+---@return string? words in which its log speaks of it
 function M.follows(outcome)
   if outcome.lost then
     return false
-  elseif outcome.signal == ABORT or outcome.code == 128 + ABORT then
-    return true
   end
-  for _, text in ipairs(PEER_LOST) do
-    if outcome.tail and outcome.tail:find(text, 1, true) then
-      return true
+  local words = said(outcome, PEER_LOST)
+  return words ~= nil or outcome.signal == ABORT or outcome.code == 128 + ABORT, words
+end
+
+--- Why a failure by itself counts as one of the machines all the same.
+---@param failures { outcome: ciranda.run.Outcome, follows: boolean, words: string? }[] in order
+---@param outcomes ciranda.run.Outcome[] all
+---@return string?
+---@return boolean? innocent nobody knows whose machine it was
+local function machines_fault(failures, outcomes)
+  local first = failures[1].outcome
+  local words = not failures[1].follows and said(first, BAD_MACHINE)
+  if words then
+    local as_bad = 0
+    for _, outcome in ipairs(outcomes) do
+      as_bad = as_bad + (said(outcome, BAD_MACHINE) and 1 or 0)
+    end
+    -- What most of them say is the program's fault, or its versions'.
+    return as_bad * 2 <= #outcomes and ("its log has %q, those of most others have not"):format(words) or nil
+  end
+  if #failures > 1 and failures[1].follows then
+    -- The first one has no cause before it, so all of them are consequences.
+    for _, failure in ipairs(failures) do
+      if failure.outcome.lost then
+        return nil
+      end
+      words = words or failure.words
+    end
+    if words then
+      local text =
+        "all who failed speak of a lost peer (%q), and none is: look at the network, and at who was stopped"
+      return text:format(words), true
     end
   end
-  return false
+  return nil
 end
 
 ---@class ciranda.run.Cause
 ---@field status integer the exit status for the whole
 ---@field kind "user"|"infra" infra: a worker was lost, or its machine failed
+---@field why string? why it is infra although no worker was lost
+---@field innocent boolean? `first` is only the first victim: nobody knows whose machine it was
 ---@field first ciranda.run.Outcome? nil when nothing failed by itself
 ---@field consequences ciranda.run.Outcome[] the other failures
 ---@field stopped ciranda.run.Outcome[] ended after we had asked them to
@@ -136,9 +188,9 @@ function M.first(outcomes)
     return { status = 0, kind = "user", consequences = {}, stopped = stopped, ended = ended }
   end
   for _, failure in ipairs(failures) do
-    failure.follows = M.follows(failure.outcome)
-    -- A cause that ended long after the first victim did not cause it.
-    failure.late = failure.at > earliest + WINDOW
+    failure.follows, failure.words = M.follows(failure.outcome)
+    -- A cause that ended long after the first victim did not cause it. Of one that is lost nobody may know when.
+    failure.late = failure.at > earliest + WINDOW and failure.outcome.at ~= nil
   end
   table.sort(failures, function(a, b)
     if a.late ~= b.late then
@@ -151,13 +203,19 @@ function M.first(outcomes)
     return a.place < b.place
   end)
   local first = failures[1].outcome
+  local why, innocent
+  if not first.lost then
+    why, innocent = machines_fault(failures, outcomes)
+  end
   local consequences = {}
   for index = 2, #failures do
     consequences[index - 1] = failures[index].outcome
   end
   return {
     status = M.status(first),
-    kind = first.lost and "infra" or "user",
+    kind = (first.lost or why) and "infra" or "user",
+    why = why,
+    innocent = innocent,
     first = first,
     consequences = consequences,
     stopped = stopped,

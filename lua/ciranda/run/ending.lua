@@ -94,8 +94,9 @@ end
 ---@param self ciranda.run.Round
 ---@param verdict ciranda.run.Cause
 ---@param before ciranda.checkpoint.Watch?
+---@param evidence string[]? lines on what machines and cloud know of a failure
 ---@return ciranda.run.LaunchResult
-function M.conclude(self, verdict, before)
+function M.conclude(self, verdict, before, evidence)
   local directory = self.logs_directory
   local failed = verdict.first
   ask_about_lost(self, verdict)
@@ -108,6 +109,9 @@ function M.conclude(self, verdict, before)
       self:say("%s", line)
     end
     for _, line in ipairs(report.tail(failed.worker, self.logs:tail(failed.worker, TAIL_LINES))) do
+      self:say("%s", line)
+    end
+    for _, line in ipairs(evidence or {}) do
       self:say("%s", line)
     end
   end
@@ -151,10 +155,11 @@ function M.conclude(self, verdict, before)
       kind = kind,
       final = self.stopping ~= nil,
       worker = failed.worker,
+      innocent = verdict.innocent,
       reason = ("slice %d worker %d%s"):format(
         failed.worker.slice,
         failed.worker.index,
-        failed.lost and " lost: " .. failed.lost or ""
+        failed.lost and " lost: " .. failed.lost or verdict.why and ": " .. verdict.why or ""
       ),
       message = ("%s: %s"):format(kind, how),
     }

@@ -32,6 +32,8 @@ local function follow_once(attempt, sink)
   if attempt.leader_only or not attempt.leader then
     line = line .. " --leader-only 1"
   end
+  attempt.link:connection()
+  attempt.followed = lag.clock()
   local index, answer = task.race({
     function()
       return attempt:ask_guard(line, {
@@ -39,6 +41,7 @@ local function follow_once(attempt, sink)
         on_stdout = function(bytes)
           attempt.received = attempt.received + #bytes
           attempt:hear()
+          attempt:show_life()
           attempt.grew, attempt.seen = attempt.last_contact, attempt.last_contact
           sink(bytes)
         end,
@@ -84,6 +87,9 @@ local function note_status(attempt, status)
     attempt.grew = math.max(attempt.grew, clock.now() - status.log_idle)
   end
   attempt.seen = attempt.last_contact
+  if status.state ~= "lost" and status.state ~= "gone" then
+    attempt:show_life()
+  end
   local leader = type(status.leader) == "table" and status.leader
   if leader and type(leader.ended_at) == "number" then
     attempt.leader = leader

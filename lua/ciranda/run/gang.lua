@@ -17,6 +17,8 @@ local M = {}
 
 --- Once one worker has failed to stage, seconds the others get to say that they failed as well.
 local STAGE_COMPANY = 2
+--- Reasons that are told of workers which could not be staged.
+local REASONS = 5
 
 ---@class ciranda.run.GangOptions
 ---@field fleet ciranda.Fleet
@@ -40,6 +42,10 @@ local STAGE_COMPANY = 2
 ---@field lost_after number? seconds without an answer after which a worker is lost (180)
 ---@field failure_grace number? seconds between TERM and KILL for the others when one has failed (30)
 ---@field window number? seconds after a first failure in which those of others are awaited before one is named (2)
+---@field victims_window number? the same while all that is known are consequences; nobody is stopped until then (10)
+---@field silence number? seconds without an answer after which a person is told (30, beyond those in which a quiet
+---  worker says how it stands)
+---@field after_grace number? seconds beyond a grace after which one that has not ended counts as lost (90)
 ---@field machine_gone (fun(worker: ciranda.Worker): string?)? why a worker that does not answer will not come back as
 ---  it was; asked while it does not answer
 ---@field live (fun(worker: ciranda.Worker): boolean)? whose log is followed while it runs (all); the others' arrive
@@ -287,7 +293,21 @@ function Gang:everyone(seconds, step, members)
   return failures
 end
 
---- Raises the failures of a step as one error.
+--- What failures of one kind have in common: their words without the worker and without numbers.
+---@param failure { member: ciranda.run.GangMember, problem: any }
+---@return string
+local function kind_of(failure)
+  local words = tostring(failure.problem)
+  local title = link_of.title(failure.member.worker)
+  local from, to = words:find(title, 1, true)
+  while from do
+    words = words:sub(1, from - 1) .. words:sub(to + 1)
+    from, to = words:find(title, from, true)
+  end
+  return (words:gsub("%d+", "#"))
+end
+
+--- Raises the failures of a step as one error, of each kind the first.
 ---@package
 function Gang:refuse(failures, what, consequence)
   if #failures == 0 then
@@ -301,24 +321,37 @@ function Gang:refuse(failures, what, consequence)
     return x.index < y.index
   end)
   local first = failures[1]
-  local workers = {}
+  local workers, groups, by_kind = {}, {}, {}
   for place, failure in ipairs(failures) do
     workers[place] = failure.member.worker
+    local kind = kind_of(failure)
+    if not by_kind[kind] then
+      by_kind[kind] = { first = failure, workers = {} }
+      groups[#groups + 1] = by_kind[kind]
+    end
+    table.insert(by_kind[kind].workers, failure.member.worker)
   end
   local deadline = err.is(first.problem, "deadline")
-  local reason = tostring(first.problem):gsub("%.$", "")
+  local pieces = {}
+  for place = 1, math.min(#groups, REASONS) do
+    local group = groups[place]
+    local reason = tostring(group.first.problem):gsub("%.$", "")
+    pieces[place] = ("%s could not be %s%s: %s%s"):format(
+      nodeset.fold(group.workers),
+      what,
+      #group.workers > 1 and (" (%d workers; the first one's reason)"):format(#group.workers) or "",
+      reason,
+      (reason:find("\n", 1, true) or #groups > 1) and "\n" or ". "
+    )
+  end
+  if #groups > REASONS then
+    pieces[#pieces + 1] = ("And %d further reasons on other workers.\n"):format(#groups - REASONS)
+  end
   err.raise({
     code = deadline and "deadline" or first.problem.code,
     op = what,
     target = nodeset.fold(workers),
-    message = ("%s could not be %s%s: %s%s%s."):format(
-      nodeset.fold(workers),
-      what,
-      #failures > 1 and (" (%d workers; the first reason)"):format(#failures) or "",
-      reason,
-      reason:find("\n", 1, true) and "\n" or ". ",
-      consequence
-    ),
+    message = table.concat(pieces) .. consequence .. ".",
     cause = first.problem,
     failures = failures,
   })
@@ -446,6 +479,9 @@ end
 function Gang:expect_stop(grace, reason)
   self:stop(grace, reason)
   self.stopping.asked = true
+  for _, member in ipairs(self.members) do
+    member.told = true
+  end
 end
 
 --- Watches until every member has ended; stops the others when one fails.

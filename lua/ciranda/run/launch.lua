@@ -36,6 +36,7 @@ local M = {}
 ---@field failure_grace number? (30)
 ---@field stage_timeout number? (600)
 ---@field node_state ciranda.run.NodeState? what is said of a worker's node; its state is "gone" when there is none
+---@field nodes (fun(): table[])? the cloud's nodes, asked when a worker has failed
 ---@field staging { take: boolean?, kill: "mine"|"all"|nil, setup: table?, device_check: boolean?,
 ---  strict_fingerprint: boolean? }? see `ciranda.run.gang`
 ---@field watch ciranda.run.Watching? how the workers are watched; kept for `attach`
@@ -73,6 +74,7 @@ local M = {}
 ---@field final boolean? there must be no further attempt
 ---@field told boolean? a notice came first, and its hook was called then
 ---@field worker ciranda.Worker? who fell first
+---@field innocent boolean? and is not to blame for it
 ---@field reason string? why, in a few words
 ---@field steps ciranda.run.Steps? what its logs spoke of
 
@@ -447,11 +449,12 @@ function M.attach(options)
   mine.on_interrupt = options.on_interrupt
   mine.grace = options.grace or last.grace
   mine.notices = last.cloud ~= nil
-  mine.node_state = last.cloud
-    and node_states.of(function()
+  if last.cloud then
+    mine.node_state, mine.nodes = node_states.of(function()
       local project, zone = last.cloud.project, last.cloud.zone
       return require("ciranda.gcp.tpu").connect({ project = project, zone = zone })
     end)
+  end
   mine.hooks = last.hooks_file and hooks_again(last.hooks_file, options.progress) or nil
   -- What each worker was told besides is not kept: it is found out again before another attempt.
   mine.unknown_environment = last.environment_of

@@ -38,7 +38,7 @@ if rm -f $file 2>/dev/null || [ $((seconds - renewed)) -lt 86400 ]; then echo "v
 fi; done;
 [ {mode} = look ] && exit 0;
 if [ -z "$held" ]; then
-echo "{key} {run} {user} {host} {pid} $booted $taken" > $mine || { rm -f $mine;
+echo "{key} {run} {user} {host} {pid} $booted $taken" > $mine 2>/dev/null || { rm -f $mine;
 df -Pk ${mine%/*} | { read -r head; read -r disk size used free rest; [ "${free:-4}" -ge 4 ] || full=", No space left";
 echo "$mine cannot be written; its disk has ${free:-?} kB free$full" >&2; }; exit 1; };
 elif [ {mode} != join ]; then exit 0; fi;

@@ -138,7 +138,10 @@ local function stage_all(gang, scope)
     err.raise({
       code = "precondition",
       op = "stage",
-      message = ("the workers are not the same: %s. %s."):format(table.concat(odd, "; "), nothing),
+      message = ("the workers are not the same: %s; make them so, or leave --STRICT_FINGERPRINT out. %s."):format(
+        table.concat(odd, "; "),
+        nothing
+      ),
     })
   end
   for _, line in ipairs(odd) do

@@ -17,9 +17,10 @@ local RUNNING = { READY = true, STATE_UNSPECIFIED = true, UNKNOWN = true }
 --- Who tells the states of nodes: the cloud's API, connected to when it is first asked.
 ---@param connect fun(): ciranda.gcp.Tpu
 ---@return ciranda.run.NodeState node_state raises what connecting and the API raise
+---@return fun(): table[] nodes all of the zone, with what is wrong with them; raises the same
 function M.of(connect)
   local tpu
-  return function(worker)
+  local function node_state(worker)
     tpu = tpu or connect()
     local ok, node = pcall(tpu.get_node, tpu, worker.node)
     if not ok and err.is(node, "not_found") then
@@ -36,6 +37,11 @@ function M.of(connect)
     end
     return node.state or "STATE_UNSPECIFIED", addresses
   end
+  return node_state,
+    function()
+      tpu = tpu or connect()
+      return tpu:list_nodes({ "state", "health", "healthDescription", "symptoms" })
+    end
 end
 
 --- Asks for it.

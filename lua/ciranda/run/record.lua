@@ -22,7 +22,7 @@ function M.outcome(attempt, record, why)
   local outcome = { worker = attempt.worker }
   if not record then
     outcome.lost = why or "there is no exit record"
-    outcome.at = clock.wall() - (clock.now() - attempt.last_contact)
+    outcome.at = attempt.alive and clock.wall() - (clock.now() - attempt.alive)
     return outcome
   end
   local leader = type(record.leader) == "table" and record.leader or {}

@@ -37,12 +37,13 @@ function M.failure(verdict)
   )
   if #verdict.consequences > 0 then
     text = text
-      .. ("; %d more failed after it: %s"):format(
+      .. ("; %d others are consequences: %s"):format(
         #verdict.consequences,
         nodeset.fold(workers_of(verdict.consequences))
       )
   end
   lines[1] = text
+  lines[2] = verdict.why and "Not COMMAND's own failure, by its look: " .. verdict.why or nil
   return lines
 end
 
@@ -93,18 +94,22 @@ end
 
 --- How far a stop is: workers of one state together.
 ---@param word string what the others do: Saving, Stopping
----@param rows { worker: ciranda.Worker, ended: boolean, synced: boolean }[] synced: it stands at the agreed step
+---@param rows { worker: ciranda.Worker, ended: boolean, synced: boolean, untold: boolean? }[] synced: it stands at the
+---  agreed step; untold: it has not answered since
 ---@param seconds number since the request
 ---@return string text
 ---@return string state the same without the time
 function M.stop_state(word, rows, seconds)
   local groups, pieces = {}, {}
   for _, row in ipairs(rows) do
-    local state = row.ended and "ended" or row.synced and "at the sync point" or "told"
+    local state = row.ended and "ended"
+      or row.synced and "at the sync point"
+      or row.untold and "does not answer"
+      or "told"
     groups[state] = groups[state] or {}
     table.insert(groups[state], row.worker)
   end
-  for _, state in ipairs({ "told", "at the sync point", "ended" }) do
+  for _, state in ipairs({ "does not answer", "told", "at the sync point", "ended" }) do
     if groups[state] then
       pieces[#pieces + 1] = ("%s: %s"):format(state, nodeset.fold(groups[state]))
     end

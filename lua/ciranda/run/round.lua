@@ -48,6 +48,7 @@ local FOLLOW_ALL = 64
 ---@field stop_begun { reason: string, grace: number }? an earlier runner's stop by its user, to be carried on
 ---@field notice ciranda.run.Notice? upon which it stops
 ---@field named ciranda.run.Outcome? the failure that has been told
+---@field failure ciranda.task.Event it has
 ---@field at_once ciranda.task.Event who leaves a stop is to leave at once
 ---@field joining boolean? what an earlier runner started is still being found
 ---@field over boolean? the command has ended everywhere
@@ -68,6 +69,7 @@ function M.new(options, journal, id)
     request = {},
     wake = task.event(),
     at_once = task.event(),
+    failure = task.event(),
     running = false,
   }, Round)
   round.steps = steps.new({
@@ -276,6 +278,10 @@ function Round:watch(gang)
       self:noticed(gang, notice)
     end)
   end
+  local gathering = scope:spawn(function()
+    self.failure:wait()
+    return require("ciranda.run.evidence").gather(gang, self.named.worker, options.nodes)
+  end)
   local calling = scope:spawn(self.happenings.run, self.happenings, function(...)
     self:say(...)
   end)
@@ -304,6 +310,7 @@ function Round:watch(gang)
       end
       watching:cancel("detached")
       writing:cancel("detached")
+      gathering:cancel("detached")
       end_aside()
       calling:cancel("detached")
       return result
@@ -327,8 +334,9 @@ function Round:watch(gang)
     end
   end
   end_aside()
-  local result = self:conclude(verdict, before)
+  local result = self:conclude(verdict, before, gathering)
   writing:cancel("the end")
+  gathering:cancel("the end")
   if result.kind ~= "detached" then
     self:ended(result)
   end
@@ -356,8 +364,9 @@ end
 ---@private
 ---@param verdict ciranda.run.Cause
 ---@param before ciranda.checkpoint.Watch?
+---@param gathering ciranda.Task what machines and cloud know of a failure
 ---@return ciranda.run.LaunchResult
-function Round:conclude(verdict, before)
+function Round:conclude(verdict, before, gathering)
   self.over = true
   self.wake = task.event()
   task.race({
@@ -371,7 +380,7 @@ function Round:conclude(verdict, before)
   local result
   task.race({
     function()
-      result = ending.conclude(self, verdict, before)
+      result = ending.conclude(self, verdict, before, self.failure:is_set() and gathering:wait() or nil)
     end,
     function()
       self.at_once:wait()
@@ -441,7 +450,10 @@ function Round:ended(result)
     status = result.status,
     kind = result.kind,
     reason = result.reason,
-    worker = result.worker and { slice = result.worker.slice, worker = result.worker.index } or nil,
+    worker = result.worker and not result.innocent and {
+      slice = result.worker.slice,
+      worker = result.worker.index,
+    } or nil,
   })
 end
 
@@ -540,6 +552,7 @@ function Round:make_gang()
     on_failure = function(outcome)
       self.named = outcome
       self:say("%s", cause.failure_line(outcome))
+      self.failure:set()
     end,
   })
   return gang

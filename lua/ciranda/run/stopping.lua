@@ -9,6 +9,9 @@ local M = {}
 --- The exit status of a runner that leaves the job alone.
 local DETACHED = 129
 
+--- Seconds after which it is said who has not been told of a stop yet.
+local UNTOLD = 5
+
 --- Seconds that a runner which leaves takes to tell every worker of the stop.
 local TELL = 20
 
@@ -17,16 +20,17 @@ local TELL = 20
 ---@return string text
 ---@return string words the same without the time
 local function state(round, gang)
-  local rows = {}
+  local rows, seconds = {}, clock.now() - gang.stopping.at
   for place, member in ipairs(gang.members) do
     rows[place] = {
       worker = member.worker,
       ended = member.outcome ~= nil,
       synced = round.steps.synced[member.worker] ~= nil,
+      untold = not member.told and seconds >= UNTOLD,
     }
   end
   local word = (round.stopping or round.notice) and "Saving" or "Stopping"
-  return report.stop_state(word, rows, clock.now() - gang.stopping.at)
+  return report.stop_state(word, rows, seconds)
 end
 
 --- Shows how far a stop is, workers of one state together: every second, for hundreds of workers change in one moment,

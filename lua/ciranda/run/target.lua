@@ -277,6 +277,12 @@ function M.of(slices, tpu, flags, progress)
     end
   end
   local cloud = repair and repair.cloud(tpu, slices_of(fleet, slices))
+  local node_state, all_nodes
+  if tpu then
+    node_state, all_nodes = require("ciranda.run.node_state").of(function()
+      return tpu
+    end)
+  end
   return setmetatable({
     fleet = fleet,
     slices = slices,
@@ -307,9 +313,8 @@ function M.of(slices, tpu, flags, progress)
         return repair.multislice(fleet, chosen)
       end
     end,
-    node_state = tpu and require("ciranda.run.node_state").of(function()
-      return tpu
-    end),
+    node_state = node_state,
+    nodes = all_nodes,
     login = function()
       login(fleet)
     end,

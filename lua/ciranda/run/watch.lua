@@ -5,6 +5,8 @@
 local cause = require("ciranda.run.cause")
 local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
+local lag = require("ciranda.io.lag")
+local nodeset = require("ciranda.provider.nodeset")
 local task = require("ciranda.task")
 
 local M = {}
@@ -12,8 +14,10 @@ local M = {}
 --- Seconds in which everybody is to have been told to start.
 M.GO = 120
 --- Seconds after a first failure in which the failures of others are awaited, before the first one by time is
---- named; longer when all that is known so far are consequences.
+--- named; longer when all that is known so far are consequences, and nobody is stopped until then.
 local WINDOW, CONSEQUENCE_WINDOW = 2, 10
+--- Seconds without an answer after which a person is told, beyond those in which a quiet worker says how it stands.
+local SILENCE = 30
 --- Seconds beyond a grace after which a worker that has not ended counts as lost.
 local AFTER_GRACE = 90
 --- Seconds by which a worker's clock, as corrected, may still be wrong, where nothing more is known of it.
@@ -32,6 +36,7 @@ local TAIL = 65536
 ---@field gang ciranda.run.Gang
 ---@field fetching ciranda.task.Semaphore
 ---@field followers table<ciranda.run.GangMember, ciranda.Task>
+---@field silent table<ciranda.run.GangMember, boolean?> who does not answer, as has been told
 ---@field stalled number? when the silence began that has been told last
 local Watch = {}
 Watch.__index = Watch
@@ -142,6 +147,10 @@ function Watch:follow(member)
     record, why = member.attempt:follow(live and take or nil)
   end
   local outcome = member.attempt:outcome(record, why)
+  if record and cause.failed(outcome) and not outcome.stopped then
+    member.attempt:look_at_clock()
+    outcome = member.attempt:outcome(record)
+  end
   if not live and record and cause.failed(outcome) then
     local ok, text = pcall(member.attempt.remote_tail, member.attempt, TAIL)
     if ok then
@@ -206,6 +215,35 @@ function Watch:look_for_stall(now, scope)
     end
   end
   return options.stall
+end
+
+--- Says who has not answered for a while, and who answers again.
+---@private
+function Watch:look_for_silence()
+  local gang, now = self.gang, lag.clock()
+  local silent, back, longest = {}, {}, 0
+  for _, member in ipairs(gang.members) do
+    local one = member.attempt
+    local quiet = now - math.max(one.heard, one.followed or 0)
+    local limit = (gang.options.silence or SILENCE) + (one.link:connected() and one.idle or 0)
+    if not member.outcome and (quiet > limit) ~= (self.silent[member] or false) then
+      self.silent[member] = quiet > limit
+      longest = quiet > limit and math.max(longest, quiet) or longest
+      table.insert(quiet > limit and silent or back, member.worker)
+    end
+  end
+  if #silent > 0 then
+    gang:remark(
+      ("%s: no answer for %.0f s%s"):format(
+        nodeset.fold(silent),
+        longest,
+        gang.stopping and "" or (", lost after %.0f s"):format(gang.members[1].attempt.lost_after)
+      )
+    )
+  end
+  if #back > 0 then
+    gang:remark(nodeset.fold(back) .. ": answers again")
+  end
 end
 
 ---@private
@@ -278,7 +316,8 @@ end
 ---@return ciranda.run.Cause verdict
 function M.until_ended(gang)
   local options = gang.options
-  local self = setmetatable({ gang = gang, followers = {}, fetching = task.semaphore(FETCHES) }, Watch)
+  local self =
+    setmetatable({ gang = gang, followers = {}, silent = {}, fetching = task.semaphore(FETCHES) }, Watch)
   local grace = options.failure_grace or 30
   local scope <close> = task.scope()
   for _, member in ipairs(gang.members) do
@@ -293,19 +332,18 @@ function M.until_ended(gang)
     local outcomes, running = self:outcomes()
     local now = clock.now()
     local verdict = cause.first(outcomes)
-    if verdict.first and not first_seen then
-      first_seen = now
-      if not gang.stopping and running > 0 then
+    first_seen = first_seen or verdict.first and now
+    if first_seen and not told then
+      local victims = only_consequences(outcomes)
+      local window =
+        math.max(options.window or WINDOW, victims and (options.victims_window or CONSEQUENCE_WINDOW) or 0)
+      local over = running == 0 or now - first_seen >= window
+      -- The cause may still be winding up; a signal now would make it look like one that was stopped.
+      if not gang.stopping and running > 0 and (over or not victims) then
         gang:stop(grace, "another worker has failed")
         gang.stopping.failure = true
       end
-    end
-    if first_seen and not told then
-      local window = options.window or WINDOW
-      if only_consequences(outcomes) then
-        window = math.max(window, CONSEQUENCE_WINDOW)
-      end
-      if running == 0 or now - first_seen >= window then
+      if over then
         told = verdict.first
         if options.on_failure then
           options.on_failure(told)
@@ -321,18 +359,24 @@ function M.until_ended(gang)
     if gang.stopping and not gang.stopping.asked then
       local request = gang.stopping
       request.asked = true
-      deadline = now + request.grace + AFTER_GRACE
+      deadline = now + request.grace + (options.after_grace or AFTER_GRACE)
       gang:note("stop", { grace = request.grace, reason = request.reason })
       aside[#aside + 1] = scope:spawn(gang.stop_all, gang, request.grace, request.reason)
     end
     if deadline and now > deadline then
       for member in pairs(self.followers) do
         if not member.outcome then
-          self:give_up(member, "it did not end after KILL")
+          local silent = now - member.attempt.last_contact
+          self:give_up(
+            member,
+            member.told and "it did not end after KILL"
+              or ("it could not be told to stop, and has not answered for %.0f s"):format(silent)
+          )
         end
       end
     else
-      local wait = 30
+      self:look_for_silence()
+      local wait = math.min(30, options.silence or SILENCE)
       if first_seen and not told then
         wait = 0.2
       elseif deadline then

@@ -76,6 +76,49 @@ describe("run.cause", function()
     assert.equal("infra", verdict.kind)
   end)
 
+  it(
+    "takes one that is lost, and nobody knows since when, for the cause of consequences, not of a failure",
+    function()
+      local lost = { worker = worker(0, 1), lost = "the machine was restarted" }
+      local closed = { worker = worker(0, 0), code = 1, at = 10, tail = "Socket closed" }
+      assert.equal(lost, cause.first({ closed, lost }).first)
+      local failed = { worker = worker(0, 2), code = 3, at = 11 }
+      assert.equal(failed, cause.first({ closed, lost, failed }).first)
+    end
+  )
+
+  it(
+    "counts an accelerator that fails on one machine to the machine, and one that fails on all to the command",
+    function()
+      local bad = "RuntimeError: TPU initialization failed: open(/dev/vfio/0): Device or resource busy"
+      local verdict = cause.first({
+        { worker = worker(0, 0), code = 1, at = 10, tail = bad },
+        { worker = worker(0, 1), signal = 15, at = 11, stopped = true },
+      })
+      assert.same({ "infra", 1 }, { verdict.kind, verdict.status })
+      assert.matches('its log has "open(/dev/vfio"', verdict.why, 1, true)
+      assert.is_nil(verdict.innocent)
+      verdict = cause.first({
+        { worker = worker(0, 0), code = 1, at = 10, tail = bad },
+        { worker = worker(0, 1), code = 1, at = 10.2, tail = bad },
+      })
+      assert.same({ "user" }, { verdict.kind, verdict.why })
+    end
+  )
+
+  it("counts it to the machines when all who failed speak of a peer and nobody else failed", function()
+    local a = { worker = worker(0, 0), code = 1, at = 12, tail = "heartbeat timeout" }
+    local b = { worker = worker(0, 1), signal = 6, at = 11 }
+    local verdict = cause.first({ a, b })
+    assert.same({ "infra", true, b }, { verdict.kind, verdict.innocent, verdict.first })
+    assert.matches('"heartbeat timeout"', verdict.why, 1, true)
+    -- One that aborts is no network, and neither is one alone.
+    assert.equal("user", cause.first({ b, { worker = worker(0, 2), signal = 6, at = 12 } }).kind)
+    assert.equal("user", cause.first({ a }).kind)
+    verdict = cause.first({ a, b, { worker = worker(0, 3), lost = "it did not end after KILL", at = 90 } })
+    assert.same({ "user" }, { verdict.kind, verdict.why })
+  end)
+
   it("does not take those we stopped for failures", function()
     local verdict = cause.first({
       { worker = worker(0, 0), signal = 15, at = 1, stopped = true },

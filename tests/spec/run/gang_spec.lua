@@ -263,19 +263,139 @@ describe("run.gang", function()
   end)
 
   it("names the cause and not the peer that aborted first", function()
-    make(1, 2)
-    local one = gang_of(
-      [[
-      if [ $CIRANDA_WORKER_ID = 0 ]; then sleep 0.2; echo 'Socket closed'; kill -ABRT $$; fi
-      sleep 0.8; exit 5
-    ]],
-      { failure_grace = 3 }
-    )
+    make(1, 3)
+    -- Worker 1 is winding up when worker 0 has seen its socket close: it has ended, as far as its peers can see.
+    local one = gang_of(([[
+      case $CIRANDA_WORKER_ID in
+      0) echo 'Socket closed'; kill -ABRT $$;;
+      1) until [ -e %s/seen ]; do sleep 0.05; done; sleep 0.5; exit 5;;
+      2) sleep 300;;
+      esac
+    ]]):format(root))
+    one.options.on_outcome = function(outcome)
+      if outcome.worker.address == "0.0" then
+        io.open(root .. "/seen", "w"):close()
+      end
+    end
     one:stage()
     one:go()
     local verdict = one:watch()
-    -- Worker 1 was asked to stop after worker 0 had aborted; whichever way it ended, it was not blamed wrongly.
-    assert.is_true(verdict.first.worker.address == "0.0" or verdict.status == 5)
+    assert.equal("0.1", verdict.first.worker.address)
+    assert.same({ 5, 1, 1 }, { verdict.status, #verdict.consequences, #verdict.stopped })
+    assert.equal("0.1", one.failures[1].worker.address)
+    assert.equal("0.2", verdict.stopped[1].worker.address)
+  end)
+
+  it("stops the others also when nobody but victims is seen", function()
+    make(1, 2)
+    local command = "if [ $CIRANDA_WORKER_ID = 0 ]; then echo 'Socket closed'; exit 1; fi; sleep 300"
+    local one = gang_of(command, { victims_window = 1 })
+    one:stage()
+    one:go()
+    local verdict = one:watch()
+    assert.equal("0.0", verdict.first.worker.address)
+    assert.equal("0.1", verdict.stopped[1].worker.address)
+  end)
+
+  it("knows when a machine died that is up again long after its peers have seen the socket close", function()
+    make(1, 2)
+    local one = gang_of(([[
+      if [ $CIRANDA_WORKER_ID = 0 ]; then until [ -e %s/gone ]; do sleep 0.05; done; echo 'Socket closed'; exit 1; fi
+      echo up; sleep 300
+    ]]):format(root))
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        patience.wait_for("its first line", function()
+          return one.logs["0.1"]
+        end)
+        machines["0.1"].down = true
+        machines["0.1"]:reboot()
+        io.open(root .. "/gone", "w"):close()
+        patience.wait_for("its peer's end", function()
+          return one.members[1].outcome
+        end)
+        -- The peer's end was long before the machine came up again.
+        one.members[1].outcome.at = one.members[1].outcome.at - 40
+        one.members[2].attempt.alive = one.members[2].attempt.alive - 41
+        machines["0.1"].down = false
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal("0.1", verdict.first.worker.address)
+    assert.matches("restarted", verdict.first.lost)
+    assert.equal("infra", verdict.kind)
+  end)
+
+  it("orders failures by the clocks as they are in the end, not as they were in the beginning", function()
+    make(1, 2)
+    local wrong = machines["0.1"].home .. "/wrong"
+    assert(uv.fs_mkdir(wrong, 448))
+    machines["0.1"].env.PATH = wrong .. ":" .. os.getenv("PATH")
+    local one = gang_of(([[
+      [ $CIRANDA_WORKER_ID = 0 ] || until [ -e %s/first ]; do sleep 0.05; done
+      exit $((CIRANDA_WORKER_ID + 3))
+    ]]):format(root))
+    one.options.on_outcome = function(outcome)
+      if outcome.worker.address == "0.0" then
+        io.open(root .. "/first", "w"):close()
+      end
+    end
+    one:stage()
+    one:go()
+    local file = assert(io.open(wrong .. "/date", "w"))
+    file:write('#!/bin/sh\nexec /bin/date -d "300 seconds" "$@"\n')
+    file:close()
+    uv.fs_chmod(wrong .. "/date", 493)
+    -- Nobody is stopped before both have failed.
+    one.stopping =
+      { failure = true, asked = true, grace = 0, at = math.huge, wall = math.huge, told = task.event() }
+    local verdict = one:watch()
+    assert.equal("0.1", verdict.first.worker.address)
+    assert.equal(4, verdict.status)
+  end)
+
+  it("tells each reason for which workers cannot be staged, once", function()
+    make(2, 2)
+    for _, address in ipairs({ "0.1", "1.1" }) do
+      machines[address].refuses =
+        { code = "auth", message = "slice " .. address:gsub("%.", " worker ") .. " lets no key in" }
+    end
+    machines["1.0"].refuses = { code = "hostkey", message = "the host key has changed" }
+    local one = gang_of("true")
+    local ok, e = pcall(one.stage, one)
+    assert.is_false(ok)
+    assert.matches(
+      "slice[0-1]/worker1 could not be staged (2 workers; the first one's reason): ",
+      e.message,
+      1,
+      true
+    )
+    assert.matches("lets no key in\nslice1/worker0 could not be staged: ", e.message, 1, true)
+    assert.matches("the host key has changed\nNothing was started on any worker.", e.message, 1, true)
+  end)
+
+  it("repeats the beginning of what a step says that fails, not thousands of lines", function()
+    make(1, 1)
+    local tools = machines["0.0"].home .. "/tools"
+    assert(uv.fs_mkdir(tools, 448))
+    local file = assert(io.open(tools .. "/tar", "w"))
+    file:write(
+      '#!/bin/sh\nfor n in $(seq 2000); do echo "tar: f$n: Cannot write: Disk quota exceeded" >&2; done; exit 2\n'
+    )
+    file:close()
+    uv.fs_chmod(tools .. "/tar", 493)
+    machines["0.0"].env.PATH = tools .. ":" .. os.getenv("PATH")
+    local one = gang_of("true")
+    local ok, e = pcall(one.stage, one)
+    assert.is_false(ok)
+    assert.equal("no_space", e.code)
+    assert.matches("f1: Cannot write: Disk quota exceeded\n.*\n%(and 1995 lines more%)", e.message)
+    assert.is_true(#e.message < 1000)
   end)
 
   it("starts nobody when one cannot be staged, and says who and why", function()
@@ -504,6 +624,65 @@ describe("run.gang", function()
     assert.equal("infra", verdict.kind)
     assert.equal("0.0", verdict.first.worker.address)
     assert.matches("has not answered", verdict.first.lost)
+  end)
+
+  it("says who does not answer, and who answers again", function()
+    make(1, 3)
+    local said = {}
+    local one = gang_of("until [ -e ../over ]; do sleep 0.05; done", {
+      silence = 0.5,
+      on_note = function(text)
+        said[#said + 1] = text
+      end,
+    })
+    one:stage()
+    one:go()
+    task.all({
+      function()
+        followed("0.1")
+        machines["0.1"].down = true
+        machines["0.1"]:break_all()
+        patience.wait_for("a word on it", function()
+          return said[1]
+        end)
+        machines["0.1"].down = false
+        patience.wait_for("another word on it", function()
+          return said[2]
+        end)
+        for _, machine in pairs(machines) do
+          io.open(machine.home .. "/over", "w"):close()
+        end
+      end,
+      function()
+        assert.equal(0, one:watch().status)
+      end,
+    })
+    assert.matches("^slice0/worker1: no answer for %d+ s, lost after 60 s$", said[1])
+    assert.equal("slice0/worker1: answers again", said[2])
+    assert.equal(2, #said)
+  end)
+
+  it("does not say of a machine that it did not end when it could not be told to", function()
+    make(1, 2)
+    local one = gang_of("echo up; sleep 300", { after_grace = 3 })
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        patience.wait_for("its first line", function()
+          return one.logs["0.1"]
+        end)
+        machines["0.1"].down = true
+        machines["0.1"]:break_all()
+        one:stop(1, "the user")
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal("0.1", verdict.first.worker.address)
+    assert.matches("it could not be told to stop, and has not answered for %d+ s", verdict.first.lost)
   end)
 
   it("does not count as silence that it did not run itself", function()

@@ -484,6 +484,9 @@ describe("run.launch", function()
           assert.equal("node-1", name)
           return { state = "PREEMPTED" }
         end,
+        list_nodes = function()
+          return { { name = "projects/p/locations/z/nodes/node-1", state = "PREEMPTED" } }
+        end,
       }
     end
     local options = settings("touch ../up; sleep 60", { cloud = { project = "p", zone = "z", nodes = {} } })
@@ -509,6 +512,7 @@ describe("run.launch", function()
     })
     assert.same({ 1, "preempted" }, { result.status, result.kind })
     assert.matches("the machine does not answer, and its node node-1 is PREEMPTED", text(), 1, true)
+    assert.matches("\nNode node-1 is PREEMPTED", text(), 1, true)
   end)
 
   it("says staging when nothing was started, and deadline when that was the reason", function()

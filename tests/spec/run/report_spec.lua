@@ -12,7 +12,7 @@ describe("run.report", function()
       stopped = {},
     })
     assert.matches("First cause: slice 2 worker 5, %d%d:%d%d:%d%d, exit status 137 %(SIGKILL%); ", lines[1])
-    assert.matches("2 more failed after it: slice0/worker[0-1]", lines[1], 1, true)
+    assert.matches("; 2 others are consequences: slice0/worker[0-1]", lines[1], 1, true)
     assert.same({}, report.failure({ consequences = {}, stopped = {} }))
     lines = report.failure({
       first = { worker = worker(0, 0), lost = "no answer" },
@@ -20,6 +20,14 @@ describe("run.report", function()
       stopped = {},
     })
     assert.matches("at an unknown time, lost: no answer", lines[1], 1, true)
+  end)
+
+  it("tells who has not heard of a stop apart", function()
+    local text = report.stop_state("Stopping", {
+      { worker = worker(0, 0), ended = false, synced = false, untold = true },
+      { worker = worker(0, 1), ended = false, synced = false },
+    }, 7)
+    assert.equal("Stopping, 7 s: does not answer: slice0/worker0; told: slice0/worker1", text)
   end)
 
   it("tells equal ends together", function()
