@@ -2,22 +2,17 @@
 --
 -- The gang does the work on the workers; here are the runner's signals, the logs, the lines that a person reads, and
 -- the verdict.
-local attempt = require("ciranda.run.attempt")
-local cause = require("ciranda.run.cause")
 local clock = require("ciranda.io.clock")
 local ending = require("ciranda.run.ending")
 local err = require("ciranda.io.error")
-local gangs = require("ciranda.run.gang")
 local hooks = require("ciranda.run.hooks")
 local leases = require("ciranda.run.lease")
-local logs_of = require("ciranda.run.logs")
-local node_state = require("ciranda.run.node_state")
 local notices = require("ciranda.run.notices")
-local output = require("ciranda.run.output")
 local steps = require("ciranda.run.steps")
 local stopping = require("ciranda.run.stopping")
 local task = require("ciranda.task")
 local uv = require("luv")
+local wiring = require("ciranda.run.wiring")
 
 local M = {}
 
@@ -29,12 +24,6 @@ local PLATFORM_FIRST = 5
 
 --- Seconds that stopping SETUP may take when the runner is interrupted.
 local SETUP_STOP = 8
-
---- Seconds between two lines on how staging goes.
-local STATUS_EVERY = 2
-
---- Up to so many workers every log is followed while it grows; of more, the first one's and those that are shown.
-local FOLLOW_ALL = 64
 
 ---@class ciranda.run.Round
 ---@field options ciranda.run.LaunchOptions
@@ -82,7 +71,7 @@ function M.new(options, journal, id)
     end,
     on_saved = function(step)
       journal:note("saved", { attempt = id, step = step })
-      round:happen("on_checkpoint", { step = step, text = ("step %d is on disk"):format(step) })
+      round:saved(step)
     end,
   })
   round.remove_handler = options.on_interrupt(function(name)
@@ -153,39 +142,6 @@ function Round:signalled(name)
   return true
 end
 
----@private
-function Round:status_line(gang)
-  local what, phase = "Staging", "staged"
-  if gang.started then
-    if not self.joining or self.stopping then
-      return
-    end
-    what, phase = "Taking up", "running"
-  end
-  -- Called at every step of every worker: the others are looked at only when there may be something to say.
-  local now = clock.now()
-  local due = now - (self.status_at or 0) >= STATUS_EVERY
-  local ready = 0
-  for _, member in ipairs(gang.members) do
-    if member.attempt.phase == phase then
-      ready = ready + 1
-    elseif not due then
-      return
-    end
-  end
-  self.status_at = now
-  self.joining = self.joining and ready < #gang.members
-  local laggards = gang:laggards(phase)
-  self.options.progress:status(
-    ("%s: %d of %d workers%s"):format(
-      what,
-      ready,
-      #gang.members,
-      laggards ~= "" and "; waiting for " .. laggards or ""
-    )
-  )
-end
-
 --- Tells a hook of something.
 ---@private
 ---@param name string
@@ -195,6 +151,16 @@ function Round:happen(name, fields)
     fields.run, fields.attempt = self.options.run, self.id
     fields.step = fields.step or self.steps.last_step
     self.happenings:put(name, fields)
+  end
+end
+
+--- A save is on disk: one by a signal, or by the command itself.
+---@private
+---@param step integer
+function Round:saved(step)
+  if self.told_step ~= step then
+    self.told_step = step
+    self:happen("on_checkpoint", { step = step, text = ("step %d is on disk"):format(step) })
   end
 end
 
@@ -282,6 +248,11 @@ function Round:watch(gang)
     self.failure:wait()
     return require("ciranda.run.evidence").gather(gang, self.named.worker, options.nodes)
   end)
+  if options.hooks and options.hooks.on_checkpoint and options.checkpoint_directory then
+    beside(self.steps.watch_saves, self.steps, function(step)
+      self:saved(step)
+    end)
+  end
   local calling = scope:spawn(self.happenings.run, self.happenings, function(...)
     self:say(...)
   end)
@@ -457,136 +428,6 @@ function Round:ended(result)
   })
 end
 
---- Whether a worker's log is brought home while it grows.
----@private
----@param worker ciranda.Worker
----@return boolean
-function Round:follows(worker)
-  local options = self.options
-  local how = (options.watch or {}).follow or "auto"
-  local workers = options.fleet:workers()
-  return how == "all"
-    or how == "auto" and #workers <= FOLLOW_ALL
-    or options.on_bytes ~= nil
-    or worker == workers[1]
-    or self.logs:is_shown(worker)
-end
-
----@private
----@return ciranda.run.Gang
-function Round:make_gang()
-  local options = self.options
-  local staging = options.staging or {}
-  local watch = options.watch or {}
-  local gang
-  gang = gangs.new({
-    fleet = options.fleet,
-    run = options.run,
-    id = self.id,
-    command = options.command,
-    directory = self.directory,
-    guard = attempt.guard(),
-    journal = self.journal,
-    environment = options.environment,
-    environment_of = options.environment_of,
-    machine_gone = options.node_state and node_state.gone(options.node_state),
-    bundle = options.bundle,
-    use_existing = options.use_existing,
-    stage_timeout = options.stage_timeout,
-    failure_grace = options.failure_grace,
-    lease = leases.new(options.run, self.journal, staging.take),
-    setup = staging.setup,
-    kill = staging.kill,
-    device_check = staging.device_check,
-    strict_fingerprint = staging.strict_fingerprint,
-    on_note = function(text)
-      self:say("%s", text)
-    end,
-    keep = watch.log_keep,
-    leader_only = watch.leader_only,
-    stall = watch.stall,
-    live = function(worker)
-      return self:follows(worker)
-    end,
-    on_gap = function(worker, from, to)
-      self.logs:skip(worker, to)
-      self:say(
-        "The log of slice %d worker %d: bytes %d to %d are gone, its machine keeps only the end (--LOG_KEEP)",
-        worker.slice,
-        worker.index,
-        from,
-        to - 1
-      )
-    end,
-    on_stall = function(stall)
-      self:say(
-        "No worker has written anything for %.0f s; their guards answer. ciranda stacks %s shows where they wait.",
-        stall.seconds,
-        options.run
-      )
-      self:happen("on_stall", {
-        seconds = stall.seconds,
-        worker = stall.worker,
-        text = ("no worker has written anything for %.0f s"):format(stall.seconds),
-      })
-      if options.on_stall then
-        options.on_stall(stall)
-      end
-    end,
-    on_change = function(changed)
-      self:status_line(changed)
-    end,
-    on_bytes = function(worker, bytes)
-      self.logs:take(worker, bytes)
-      self.steps:read(worker, bytes)
-      if options.on_bytes then
-        options.on_bytes(worker, bytes)
-      end
-    end,
-    on_outcome = function(outcome)
-      self.logs:finish(outcome.worker)
-      if outcome.reason == attempt.SHUTDOWN and not gang.stopping then
-        gang:stop(notices.GRACE.spot, "the machine of another worker shuts down")
-      end
-    end,
-    on_failure = function(outcome)
-      self.named = outcome
-      self:say("%s", cause.failure_line(outcome))
-      self.failure:set()
-    end,
-  })
-  return gang
-end
-
----@private
-function Round:open_logs()
-  local options = self.options
-  self.output = output.new(1, function()
-    options.progress:clear()
-  end)
-  self.logs = logs_of.open({
-    directory = ("%s/%s"):format(self.journal.directory, self.id),
-    links = logs_of.link_directory(options.run),
-    workers = options.fleet:workers(),
-    show = options.show,
-    raw = not options.json and function(bytes)
-      self.output:write(bytes)
-    end or nil,
-    lines = function(text)
-      self:say("%s", (text:gsub("\n$", "")))
-    end,
-    limit = (options.watch or {}).log_limit,
-    on_full = function(problem)
-      self:say(
-        "%s: what comes now stays on the workers, where ciranda logs %s --show=... reads it",
-        problem and tostring(problem) or "The logs here have reached their limit (--LOG_LIMIT)",
-        options.run
-      )
-    end,
-  })
-  self.logs_directory = logs_of.link_directory(options.run)
-end
-
 ---@private
 function Round:close()
   if self.remove_handler then
@@ -606,7 +447,7 @@ Round.__close = Round.close
 ---@async
 ---@return ciranda.run.LaunchResult
 function Round:run()
-  local gang = self:make_gang()
+  local gang = wiring.gang(self)
   if not self:try("staging", "nothing was started", gang.stage, gang) then
     return self.result
   end
@@ -621,7 +462,7 @@ function Round:run()
   if self.options.further then
     self.steps:tell_start(self.options.further ~= true and self.options.further or nil)
   end
-  self:open_logs()
+  wiring.open_logs(self)
   self:say("Running main command, logs located in: %s/", self.logs_directory)
   self.running = true
   local gone
@@ -656,8 +497,8 @@ end
 ---@async
 ---@return ciranda.run.LaunchResult
 function Round:rejoin()
-  self:open_logs()
-  local gang = self:make_gang()
+  wiring.open_logs(self)
+  local gang = wiring.gang(self)
   self:say("Taking up run %s, logs located in: %s/", self.options.run, self.logs_directory)
   self.running, self.joining, self.status_at = true, true, clock.now()
   gang:rejoin(function(worker)

@@ -4,9 +4,12 @@
 local checkpoint = require("ciranda.run.checkpoint")
 local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
+local task = require("ciranda.task")
 
 local M = {}
 
+--- Seconds between two looks for saves that the command makes by itself.
+M.SAVES = 30
 --- Seconds that looking at the checkpoints may hold up a signal.
 local LOOK_BEFORE = 5
 
@@ -73,6 +76,30 @@ function Steps:look_before()
   end
   options.say("The checkpoints could not be looked at before the signal: %s", tostring(watch))
   return nil
+end
+
+--- Tells of each step that comes on disk by itself, as one worker or the bucket has it, until cancelled. A look that
+--- fails is taken for none.
+---@async
+---@param tell fun(step: integer)
+function Steps:watch_saves(tell)
+  local options = self.options
+  local one = options.fleet:select({ options.fleet:workers()[1] })
+  local known
+  while true do
+    local ok, listing =
+      pcall(checkpoint.look, one, options.directory, { base = options.base, timeout = LOOK_BEFORE })
+    if not ok and (not err.is(listing) or err.is(listing, "cancelled")) then
+      error(listing, 0)
+    elseif ok and listing.answered > 0 then
+      local step = checkpoint.newest(listing) or -1
+      if known and step > known then
+        tell(step)
+      end
+      known = math.max(known or step, step)
+    end
+    task.sleep(M.SAVES)
+  end
 end
 
 --- Does the log say that the command stopped because it was told to? Its exit status does not say it; a job that

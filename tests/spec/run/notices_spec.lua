@@ -211,6 +211,36 @@ describe("an attempt", function()
     end
   )
 
+  it("tells on_checkpoint of the saves that the command makes by itself, each once", function()
+    local steps = require("ciranda.run.steps")
+    local every = steps.SAVES
+    finally(function()
+      steps.SAVES = every
+    end)
+    steps.SAVES = 0.1
+    fs.mkdir_p(root .. "/shared/3")
+    local told = {}
+    local command = ("until [ -e %s/enough ]; do sleep 0.1; done; exit 1"):format(root)
+    launch.run(settings(command, {
+      checkpoint_directory = root .. "/shared",
+      hooks = {
+        on_checkpoint = function(happening)
+          told[#told + 1] = happening.step
+          if #told == 2 then
+            fs.write(root .. "/enough", "")
+          else
+            fs.mkdir(root .. "/shared/6")
+          end
+        end,
+        on_stall = function()
+          fs.mkdir(root .. "/shared/5")
+        end,
+      },
+      watch = { stall = 1 },
+    }))
+    assert.same({ 5, 6 }, told)
+  end)
+
   it("tells on_failure how an attempt ended", function()
     local told
     launch.run(settings("exit 3", {

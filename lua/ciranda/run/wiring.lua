@@ -1,0 +1,188 @@
+--- Where what a gang tells goes: into the logs, the steps, the hooks, and the lines that a person reads.
+local attempt = require("ciranda.run.attempt")
+local cause = require("ciranda.run.cause")
+local clock = require("ciranda.io.clock")
+local gangs = require("ciranda.run.gang")
+local leases = require("ciranda.run.lease")
+local logs_of = require("ciranda.run.logs")
+local node_state = require("ciranda.run.node_state")
+local notices = require("ciranda.run.notices")
+local output = require("ciranda.run.output")
+
+local M = {}
+
+--- Seconds between two lines on how staging goes.
+local STATUS_EVERY = 2
+
+--- Up to so many workers every log is followed while it grows; of more, the first one's and those that are shown.
+local FOLLOW_ALL = 64
+
+--- Says how far staging is, or the search for what an earlier runner started.
+---@param self ciranda.run.Round
+---@param gang ciranda.run.Gang
+local function status_line(self, gang)
+  local what, phase = "Staging", "staged"
+  if gang.started then
+    if not self.joining or self.stopping then
+      return
+    end
+    what, phase = "Taking up", "running"
+  end
+  -- Called at every step of every worker: the others are looked at only when there may be something to say.
+  local now = clock.now()
+  local due = now - (self.status_at or 0) >= STATUS_EVERY
+  local ready = 0
+  for _, member in ipairs(gang.members) do
+    if member.attempt.phase == phase then
+      ready = ready + 1
+    elseif not due then
+      return
+    end
+  end
+  self.status_at = now
+  self.joining = self.joining and ready < #gang.members
+  local laggards = gang:laggards(phase)
+  self.options.progress:status(
+    ("%s: %d of %d workers%s"):format(
+      what,
+      ready,
+      #gang.members,
+      laggards ~= "" and "; waiting for " .. laggards or ""
+    )
+  )
+end
+
+--- Whether a worker's log is brought home while it grows.
+---@param self ciranda.run.Round
+---@param worker ciranda.Worker
+---@return boolean
+local function follows(self, worker)
+  local options = self.options
+  local how = (options.watch or {}).follow or "auto"
+  local workers = options.fleet:workers()
+  return how == "all"
+    or how == "auto" and #workers <= FOLLOW_ALL
+    or options.on_bytes ~= nil
+    or worker == workers[1]
+    or self.logs:is_shown(worker)
+end
+
+--- The gang of an attempt.
+---@param self ciranda.run.Round
+---@return ciranda.run.Gang
+function M.gang(self)
+  local options = self.options
+  local staging = options.staging or {}
+  local watch = options.watch or {}
+  local gang
+  gang = gangs.new({
+    fleet = options.fleet,
+    run = options.run,
+    id = self.id,
+    command = options.command,
+    directory = self.directory,
+    guard = attempt.guard(),
+    journal = self.journal,
+    environment = options.environment,
+    environment_of = options.environment_of,
+    machine_gone = options.node_state and node_state.gone(options.node_state),
+    bundle = options.bundle,
+    use_existing = options.use_existing,
+    stage_timeout = options.stage_timeout,
+    failure_grace = options.failure_grace,
+    lease = leases.new(options.run, self.journal, staging.take),
+    setup = staging.setup,
+    kill = staging.kill,
+    device_check = staging.device_check,
+    strict_fingerprint = staging.strict_fingerprint,
+    on_note = function(text)
+      self:say("%s", text)
+    end,
+    keep = watch.log_keep,
+    leader_only = watch.leader_only,
+    stall = watch.stall,
+    live = function(worker)
+      return follows(self, worker)
+    end,
+    on_gap = function(worker, from, to)
+      self.logs:skip(worker, to)
+      self:say(
+        "The log of slice %d worker %d: bytes %d to %d are gone, its machine keeps only the end (--LOG_KEEP)",
+        worker.slice,
+        worker.index,
+        from,
+        to - 1
+      )
+    end,
+    on_stall = function(stall)
+      self:say(
+        "No worker has written anything for %.0f s; their guards answer. ciranda stacks %s shows where they wait.",
+        stall.seconds,
+        options.run
+      )
+      self:happen("on_stall", {
+        seconds = stall.seconds,
+        worker = stall.worker,
+        text = ("no worker has written anything for %.0f s"):format(stall.seconds),
+      })
+      if options.on_stall then
+        options.on_stall(stall)
+      end
+    end,
+    on_change = function(changed)
+      status_line(self, changed)
+    end,
+    on_bytes = function(worker, bytes)
+      self.logs:take(worker, bytes)
+      self.steps:read(worker, bytes)
+      if options.on_bytes then
+        options.on_bytes(worker, bytes)
+      end
+    end,
+    on_outcome = function(outcome)
+      self.logs:finish(outcome.worker)
+      if outcome.reason == attempt.SHUTDOWN and not gang.stopping then
+        gang:stop(notices.GRACE.spot, "the machine of another worker shuts down")
+      end
+    end,
+    on_failure = function(outcome)
+      self.named = outcome
+      self:say("%s", cause.failure_line(outcome))
+      self.failure:set()
+    end,
+  })
+  return gang
+end
+
+--- Opens an attempt's logs, and its standard output.
+---@param self ciranda.run.Round
+-- Raises what `ciranda.run.logs` raises.
+function M.open_logs(self)
+  local options = self.options
+  self.output = output.new(1, function()
+    options.progress:clear()
+  end)
+  self.logs = logs_of.open({
+    directory = ("%s/%s"):format(self.journal.directory, self.id),
+    links = logs_of.link_directory(options.run),
+    workers = options.fleet:workers(),
+    show = options.show,
+    raw = not options.json and function(bytes)
+      self.output:write(bytes)
+    end or nil,
+    lines = function(text)
+      self:say("%s", (text:gsub("\n$", "")))
+    end,
+    limit = (options.watch or {}).log_limit,
+    on_full = function(problem)
+      self:say(
+        "%s: what comes now stays on the workers, where ciranda logs %s --show=... reads it",
+        problem and tostring(problem) or "The logs here have reached their limit (--LOG_LIMIT)",
+        options.run
+      )
+    end,
+  })
+  self.logs_directory = logs_of.link_directory(options.run)
+end
+
+return M
