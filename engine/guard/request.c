@@ -58,7 +58,7 @@ int cir_status(const cir_options *options) {
           : !started && !guarded ? "staged"
           : copy.asked           ? "stopping"
                                  : "running",
-          lost && strcmp(copy.boot_id, boot_id) != 0 ? "true" : "false");
+          lost && copy.magic && strcmp(copy.boot_id, boot_id) != 0 ? "true" : "false");
   if (copy.begun) {
     cir_tree_scan(&tree, &copy);
     cir_add(&text, ",\"pid\":%d,\"guard\":%d,\"outer\":%d,\"log_idle\":%.3f",

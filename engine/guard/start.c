@@ -264,7 +264,7 @@ int cir_adopt(const cir_options *options) {
     close(guard.lock);
     cir_status(options);
     return cir_refuse(CIR_LOST, "%s is lost: %s", options->directory,
-                      there ? "the machine was started again" : strerror(errno));
+                      there ? "the machine was started again" : "no state that this build knows");
   }
   if (set_up(&guard, options, false) != CIR_OK)
     return CIR_FAILED;

@@ -501,6 +501,19 @@ def rebooted(attempt):
 
 
 @case
+def no_state(attempt):
+    """Started, and neither a guard nor its state is there: lost, and no restart of the machine is made up."""
+    attempt.stage("touch ran")
+    os.mkdir(attempt.path("started"))
+    for subcommand in ("status", "adopt", "stop"):
+        result = attempt.call(subcommand)
+        status = json.loads(result.stdout)
+        assert result.returncode == 3 and status["state"] == "lost" and not status["rebooted"], (subcommand, result)
+        assert subcommand == "status" or b"no state that this build knows" in result.stderr, (subcommand, result)
+    os.rmdir(attempt.path("started"))
+
+
+@case
 def stop_before_start(attempt):
     """A stop before the start: the attempt has ended, and a late start does nothing."""
     attempt.stage("touch ran")

@@ -96,12 +96,11 @@ local function note_status(attempt, status)
   end
 end
 
---- Goes on after what the worker no longer keeps.
+--- Goes on after what the worker no longer has.
 ---@param attempt ciranda.run.Attempt
----@param said table status or record
-local function skip_gap(attempt, said)
-  local first = type(said.log_first) == "number" and said.log_first or 0
-  if first > attempt.received then
+---@param first number? the first byte that is there
+local function skip_gap(attempt, first)
+  if type(first) == "number" and first > attempt.received then
     local from = attempt.received
     attempt.received = first
     if attempt.on_gap then
@@ -118,6 +117,7 @@ end
 ---@return string? why it is lost
 -- Raises only cancellation and what is no fault of the connection.
 function M.follow(attempt, sink)
+  local ended = false
   while true do
     local ok, answer = pcall(attempt.persist, attempt, attempt.lost_after, "follow", function()
       return follow_once(attempt, sink)
@@ -144,8 +144,12 @@ function M.follow(attempt, sink)
     note_status(attempt, status)
     local record = type(status.record) == "table" and status.record
     if sink then
-      skip_gap(attempt, record or status)
+      skip_gap(attempt, (record or status).log_first)
     end
+    if sink and record and ended and answer.code == 0 then
+      skip_gap(attempt, record.log_bytes) -- somebody has cut the log: all that is left of it has come
+    end
+    ended = record ~= false
     if record and (not sink or attempt.received >= (record.log_bytes or 0)) then
       return record
     elseif not record and attempt.leader_only and attempt.leader and answer.code == 0 then

@@ -107,11 +107,12 @@ function M.gang(self)
     on_gap = function(worker, from, to)
       self.logs:skip(worker, to)
       self:say(
-        "The log of slice %d worker %d: bytes %d to %d are gone, its machine keeps only the end (--LOG_KEEP)",
+        "The log of slice %d worker %d: bytes %d to %d are gone from its machine%s",
         worker.slice,
         worker.index,
         from,
-        to - 1
+        to - 1,
+        watch.log_keep and ", which keeps only the end (--LOG_KEEP)" or ""
       )
     end,
     on_stall = function(stall)

@@ -205,6 +205,35 @@ describe("guard on this machine", function()
     end
   end)
 
+  it("stops it at the first Ctrl-C, and leaves it at the second", function()
+    local function start(name, handler)
+      local ready = place.root .. "/up-" .. name
+      local command = ("trap '%s' TERM; touch %s; while :; do sleep 0.1; done"):format(handler, ready)
+      local running = place:start("guard", { "--name=" .. name, "--", command }, { fleet = false })
+      assert(support.ssh.wait_for(function()
+        return fs.exists(ready)
+      end))
+      uv.kill(running.program.pid, "sigint")
+      return running
+    end
+    local stopped = start("int1", "exit 9").wait()
+    assert.equal(130, stopped.code)
+    assert.matches("stopped by SIGINT; its own exit status 9", stopped.err, 1, true)
+    local running = start("int2", ":")
+    assert(support.ssh.wait_for(function()
+      return fs.read(running.err_path)
+        :find("SIGINT: TERM, KILL after 300 s; once more to leave at once", 1, true)
+    end))
+    uv.kill(running.program.pid, "sigint")
+    local left = running.wait()
+    assert.equal(129, left.code)
+    assert.matches("Detached: ciranda guard --name=int2 takes it up again", left.err, 1, true)
+    assert.is_nil(exit_of("int2") or nil)
+    local ended = recipe("guard", "--name=int2", "--stop", "--grace=0")
+    assert.equal(0, ended.code, ended.err)
+    assert.equal(137, recipe("guard", "--name=int2").code)
+  end)
+
   it("minds a signal that comes while its command is still being started", function()
     local state = place.root .. "/early"
     local guard = require("ciranda.run.attempt").guard()

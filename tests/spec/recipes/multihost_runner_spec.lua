@@ -1,6 +1,7 @@
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local support = dofile("tests/spec/recipes/support.lua")
+local task = require("ciranda.task")
 local uv = require("luv")
 
 -- Where every worker needs a home of its own, the servers need accounts of their own.
@@ -57,6 +58,30 @@ describe("multihost_runner on real sshds", function()
     )
   end)
 
+  it("shows all of worker 0's output to who begins to read when the command has ended", function()
+    local late = place.root .. "/late"
+    fs.write(
+      late,
+      '#!/bin/sh\n"$CIRANDA_BINARY" "$@" | { until [ -e "$0.go" ]; do sleep 0.05; done; cat; }\n',
+      {
+        mode = 493,
+      }
+    )
+    local running = place:start("multihost_runner", {
+      "--RUN_NAME=" .. place:name("late"),
+      "--COMMAND=seq 100000",
+    }, { program = late })
+    for slice = 0, workers - 1 do
+      place:log_has(place:name("late"), slice, 0, "\n100000\n")
+    end
+    task.sleep(0.5) -- so that it is about to leave; what is shown does not depend on it
+    fs.write(late .. ".go", "")
+    local result = running.wait()
+    assert.equal(100000, select(2, result.out:gsub("\n", "")))
+    assert.equal("100000\n", result.out:sub(-7))
+    assert.matches("Multihost runner finished successfully!\n$", result.err)
+  end)
+
   it("gives a worker's own status, and names it first", function()
     local last = workers - 1
     local result = place:run("multihost_runner", {
@@ -97,13 +122,11 @@ describe("multihost_runner on real sshds", function()
     local result = place:run("multihost_runner", {
       "--RUN_NAME=" .. run,
       "--FAILURE_GRACE=1",
-      "--COMMAND=head -c 100000 /dev/zero | tr \\\\0 x | fold; echo; echo the end; exit 7",
+      "--COMMAND=head -c 100000 /dev/zero | tr \\\\0 x | fold; echo; echo the end; exit $((7 - 7 * CIRANDA_SLICE_ID))",
     }, { program = limited })
     assert.equal(7, result.code, result.err)
     assert.matches(
-      ("what comes now stays on the workers, where ciranda logs %s --show"):format(
-        run
-      ),
+      ("what comes now stays on the workers, where ciranda logs %s --show"):format(run),
       result.err,
       1,
       true

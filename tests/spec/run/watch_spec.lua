@@ -290,6 +290,21 @@ describe("run.gang watches", function()
     assert.matches("line 20000 of twenty thousand\n$", one.logs["0.1"])
   end)
 
+  it("does without what somebody has cut from a log that had ended, and says so", function()
+    local gaps = {}
+    local cut = [[
+[ $CIRANDA_WORKER_ID = 1 ] || exit 0; log=$CIRANDA_ATTEMPT_DIR/log; seq 1000
+until [ "$(wc -c < $log)" = 3893 ]; do sleep 0.05; done; : > $log]]
+    local one = start(gang_of(1, 2, cut, {
+      live = only_first,
+      on_gap = function(worker, from, to)
+        gaps[worker.address] = { from, to }
+      end,
+    }))
+    assert.equal(0, task.timeout(100, one.watch, one).status)
+    assert.same({ ["0.1"] = { 0, 3893 } }, gaps)
+  end)
+
   it("shows where processes wait, and Python's stacks of a program that asks for them", function()
     local program = [[
 import faulthandler, signal, time, sys
