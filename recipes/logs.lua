@@ -45,6 +45,7 @@ local LOOK, LOOK_BUCKET, LOOK_REMOTE = 0.3, 10, 2
 ---@field ended fun(): boolean nothing more will come
 ---@field look number seconds between two looks
 ---@field close (fun())?
+---@field here recipes.logs.Source? what of it is at hand
 
 --- The logs of an attempt, on this machine.
 ---@param state ciranda.journal.State
@@ -99,6 +100,7 @@ local function from_workers(state, id, say)
   end
   return {
     workers = here.workers,
+    here = here,
     look = LOOK_REMOTE,
     size = function(worker)
       local size
@@ -297,12 +299,12 @@ function M.run(context)
   screen:expect(workers)
   screen:start(scope)
   local positions, any = {}, false
-  --- Shows what is there and was not shown; true when there was something.
-  local function show()
+  --- Shows what is there and was not shown.
+  local function show(from)
     task.map(workers, function(worker)
-      local size = source.size(worker)
+      local size = from.size(worker)
       while positions[worker] < size do
-        local bytes, first = source.read(worker, positions[worker], math.min(PIECE, size - positions[worker]))
+        local bytes, first = from.read(worker, positions[worker], math.min(PIECE, size - positions[worker]))
         positions[worker] = (first or positions[worker]) + #bytes
         any = true
         if #workers == 1 then
@@ -320,9 +322,12 @@ function M.run(context)
     positions[worker] = flags.tail and tail_offset(source, worker, flags.tail) or 0
   end
   while true do
+    if source.here and not flags.tail then
+      show(source.here) -- a worker may be long in answering, or not answer
+    end
     repeat
       local ended = not flags.follow or source.ended()
-      show()
+      show(source)
       if not ended then
         task.sleep(source.look)
       end

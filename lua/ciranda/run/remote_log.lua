@@ -8,8 +8,8 @@ local signal = require("ciranda.fleet.signal")
 
 local M = {}
 
---- Seconds that one look may take.
-local LIMIT = 60
+--- Seconds that one look may take, and for which a connection that fails is tried again: somebody waits.
+local LIMIT, RETRY = 60, 5
 
 -- The newest guard there reads every attempt's log.
 local GUARD = "$(ls -t " .. signal.ROOT .. "/bin/guard-* | head -n 1)"
@@ -27,7 +27,7 @@ RemoteLog.__index = RemoteLog
 ---@param connect_options table? for `fleet.new`
 ---@return ciranda.run.RemoteLog to be closed
 function M.open(run, attempt, connect_options)
-  local fleet = known.fleet(attempt, connect_options or {})
+  local fleet = known.fleet(attempt, connect_options or { retry_for = RETRY })
   local workers = {}
   for _, worker in ipairs(fleet:workers()) do
     workers[worker.slice .. "/" .. worker.index] = worker

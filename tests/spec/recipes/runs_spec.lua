@@ -303,7 +303,7 @@ describe("runs, logs and stop", function()
     assert.equal("detached", standing("far").state)
     assert.matches("far +multihost_runner +detached .* 3 h ago", recipe("runs").out)
     -- Who wants it in vain is told what to do, and does not make it look alive.
-    attempt.workers = json.array({ { slice = 0, index = 0, address = "127.0.0.1" } })
+    attempt.workers = json.array({ { slice = 0, index = 0, address = "127.0.0.1", port = 1 } })
     path = write_journal("far", { { fact = "run", us = us, run = "far" }, runner, attempt, gone })
     uv.fs_utime(path, long_ago, long_ago)
     local refused = recipe("attach", "far")
@@ -315,7 +315,25 @@ describe("runs, logs and stop", function()
       true
     )
     assert.equal("detached", standing("far").state)
-    assert.equal("", recipe("logs", "far", "--follow", "--remote=false").out)
+    -- What is here is shown before its workers are asked for the rest, who may be long in answering.
+    fs.mkdir(path:match("^(.*)/") .. "/0001-a")
+    fs.write(path:match("^(.*)/") .. "/0001-a/output_slice_0000_worker_0000.txt", "here\n")
+    local order = {}
+    local function note(bytes)
+      order[#order + 1] = bytes
+    end
+    require("ciranda.io.process").run({
+      os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable,
+      "logs",
+      "far",
+      "--follow",
+      env = place:env(),
+      timeout = 100,
+      on_stdout = note,
+      on_stderr = note,
+    })
+    assert.equal("here\n", order[1])
+    assert.matches("^Only what is here: slice 0 worker 0 ", order[2])
     fs.remove_tree(path:match("^(.*)/"))
   end)
 
