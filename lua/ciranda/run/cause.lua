@@ -55,6 +55,9 @@ local ABORT = 6
 ---@field took number? seconds from the request to stop to its end
 ---@field killed boolean? it did not end within the grace
 ---@field tail string? the end of its log
+---@field dropped integer? bytes of its output that a full disk has not taken
+---@field undelivered string[]? programs that SIGTERM did not reach, and why
+---@field outside integer[]? processes that held the accelerators at the stop and are not COMMAND's
 
 --- Did it fail (by itself or otherwise)?
 ---@param outcome ciranda.run.Outcome

@@ -118,6 +118,9 @@ function M.conclude(self, verdict, before, evidence)
   for _, line in ipairs(report.stopped(verdict)) do
     self:say("%s", line)
   end
+  for _, line in ipairs(report.unseen(verdict)) do
+    self:say("%s", line)
+  end
   local asked_at
   for _, outcome in ipairs(verdict.stopped) do
     asked_at = math.min(asked_at or math.huge, outcome.stopped_at or math.huge)

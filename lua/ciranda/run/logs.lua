@@ -289,9 +289,14 @@ function Logs:show_lines()
   end
 end
 
+--- Shows the lines that wait for their equals: nothing more comes.
+function Logs:show_rest()
+  self.view:close()
+end
+
 --- Closes the files; lines that wait are shown.
 function Logs:close()
-  self.view:close()
+  self:show_rest()
   for worker, fd in pairs(self.files) do
     uv.fs_close(fd)
     self.files[worker] = nil

@@ -43,6 +43,16 @@ function M.outcome(attempt, record, why)
     outcome.took = math.max(0, (number(record.ended_at) or stopped_at) - stopped_at)
     outcome.killed = (number(record.killed) or 0) > 0
   end
+  outcome.dropped = number(record.dropped_bytes) or 0
+  outcome.outside = type(record.outside_holders) == "table" and record.outside_holders or {}
+  outcome.undelivered = {}
+  for _, target in ipairs(type(record.targets) == "table" and record.targets or {}) do
+    local reason = type(target.delivery) == "string" and target.delivery:match("^not delivered: (.*)$")
+    -- One that has ended before a signal could reach it was in no need of one.
+    if reason and reason ~= "No such process" then
+      table.insert(outcome.undelivered, ("%s: %s"):format(target.exe or "a program", reason))
+    end
+  end
   if outcome.stopped then
     outcome.code = number(record.status)
   else

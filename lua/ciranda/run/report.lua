@@ -4,6 +4,9 @@ local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
 
+--- Lines told of what went unseen.
+local UNSEEN = 5
+
 ---@param at number? seconds since 1970
 ---@return string "14:03:11"
 local function clock(at)
@@ -90,6 +93,46 @@ function M.stopped(verdict)
     )
   end
   return lines
+end
+
+--- Lines on what went unseen: output that a full disk has not taken, programs that no signal reached.
+---@param verdict ciranda.run.Cause
+---@return string[]
+function M.unseen(verdict)
+  local groups, by_text = {}, {}
+  local function note(outcome, text, more)
+    local group = by_text[text]
+    if not group then
+      group = { text = text, more = more, workers = {} }
+      by_text[text], groups[#groups + 1] = group, group
+    end
+    if group.workers[#group.workers] ~= outcome.worker then
+      table.insert(group.workers, outcome.worker)
+    end
+  end
+  local most = 0
+  for _, list in ipairs({ { verdict.first }, verdict.consequences, verdict.stopped, verdict.ended or {} }) do
+    for _, outcome in ipairs(list) do
+      if (outcome.dropped or 0) > 0 then
+        most = math.max(most, outcome.dropped)
+        note(outcome, "Output is lost of %s: the disk was full, and up to %d bytes are not in a log")
+      end
+      for _, program in ipairs(outcome.undelivered or {}) do
+        note(outcome, "SIGTERM did not reach a program on %s: %s", program)
+      end
+      if #(outcome.outside or {}) > 0 then
+        note(
+          outcome,
+          "The accelerators of %s are held by processes that are not COMMAND's: no signal was sent to them"
+        )
+      end
+    end
+  end
+  local lines = {}
+  for place, group in ipairs(groups) do
+    lines[place] = group.text:format(nodeset.fold(group.workers), group.more or most)
+  end
+  return table.move(lines, 1, math.min(#lines, UNSEEN), 1, {})
 end
 
 --- How far a stop is: workers of one state together.

@@ -348,6 +348,7 @@ function Round:conclude(verdict, before, gathering)
       self.wake:wait()
     end,
   })
+  self.logs:show_rest()
   local result
   task.race({
     function()

@@ -44,6 +44,26 @@ describe("run.report", function()
     }, lines)
   end)
 
+  it("tells what went unseen, of workers together", function()
+    local eperm = { "python3.11: EPERM" }
+    assert.same(
+      {
+        "Output is lost of slice0/worker[1-2]: the disk was full, and up to 70 bytes are not in a log",
+        "SIGTERM did not reach a program on slice0/worker[2-3]: python3.11: EPERM",
+        "The accelerators of slice0/worker3 are held by processes that are not COMMAND's: no signal was sent to them",
+      },
+      report.unseen({
+        first = { worker = worker(0, 1), dropped = 70, undelivered = {}, outside = {} },
+        consequences = {},
+        stopped = {
+          { worker = worker(0, 2), dropped = 7, undelivered = eperm },
+          { worker = worker(0, 3), undelivered = eperm, outside = { 8, 9 } },
+        },
+        ended = { { worker = worker(0, 0), dropped = 0 } },
+      })
+    )
+  end)
+
   it("prints a log's end so that no terminal obeys it, and no more of a line than a screen takes", function()
     local one = worker(1, 2)
     local function tail(line)
