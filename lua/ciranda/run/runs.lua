@@ -12,8 +12,9 @@ local SILENT_BREATHS = 6
 ---@class ciranda.run.Standing
 ---@field name string
 ---@field recipe string?
----@field state "running"|"detached"|"job"|"ended"|"made"|"unreadable" detached: its command may go on on the workers,
----  with no runner; job: it runs by itself in the cloud; made: it only made something there
+---@field state "running"|"detached"|"unstarted"|"job"|"ended"|"made"|"unreadable" detached: its command may go on on the
+---  workers, with no runner; unstarted: its runner was gone before the command was started, and may have left workers
+---  taken; job: it runs by itself in the cloud; made: it only made something there
 ---@field runner { host: string, pid: integer, state: "alive"|"unknown" }? who has it now
 ---@field attempt string? the last one
 ---@field command string?
@@ -55,6 +56,14 @@ function M.unfinished(state)
   return last and last.ended and not (state.ended and state.ended.kind) and last or nil
 end
 
+--- The last attempt, when its runner was gone before the command was started.
+---@param state ciranda.journal.State
+---@return table?
+local function unstarted(state)
+  local last = state.attempts[#state.attempts]
+  return last and not last.gone and not last.ended and not (state.ended and state.ended.kind) and last or nil
+end
+
 --- Whether a run has a runner now. One on another machine that has not breathed for long is taken for gone.
 ---@param state ciranda.journal.State
 ---@param now number? seconds since 1970
@@ -75,6 +84,8 @@ local function state_of(state, now)
     return "running"
   elseif M.open_attempt(state) or M.unfinished(state) then
     return "detached"
+  elseif unstarted(state) then
+    return "unstarted"
   end
   local kept
   for _, object in pairs(state.objects) do
@@ -116,7 +127,7 @@ function M.standing(name, now)
   end
   table.sort(objects)
   local how = state_of(state, now)
-  local over = how ~= "running" and how ~= "detached"
+  local over = how ~= "running" and how ~= "detached" and how ~= "unstarted"
   return {
     name = name,
     recipe = state.recipe,
