@@ -38,12 +38,24 @@ function M.failure(verdict)
     clock(first.at),
     first.lost and "lost: " .. first.lost or "exit status " .. cause.describe_status(first)
   )
-  if #verdict.consequences > 0 then
-    text = text
-      .. ("; %d others are consequences: %s"):format(
-        #verdict.consequences,
-        nodeset.fold(workers_of(verdict.consequences))
+  local victims, others = {}, {}
+  for _, outcome in ipairs(verdict.consequences) do
+    table.insert(cause.follows(outcome) and victims or others, outcome)
+  end
+  for _, group in ipairs({
+    { victims, "%s; %d other%s consequence%s: %s", " is a", "s are", "s" },
+    { others, "%s; %d other%s failed as well%s: %s", "", "s", "" },
+  }) do
+    local list, one = group[1], #group[1] == 1
+    if #list > 0 then
+      text = group[2]:format(
+        text,
+        #list,
+        one and group[3] or group[4],
+        one and "" or group[5],
+        nodeset.fold(workers_of(list))
       )
+    end
   end
   lines[1] = text
   lines[2] = verdict.why and "Not COMMAND's own failure, by its look: " .. verdict.why or nil

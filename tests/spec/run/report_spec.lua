@@ -8,11 +8,20 @@ describe("run.report", function()
   it("names the first cause and folds the rest", function()
     local lines = report.failure({
       first = { worker = worker(2, 5), signal = 9, at = 0 },
-      consequences = { { worker = worker(0, 0), code = 1 }, { worker = worker(0, 1), code = 1 } },
+      consequences = {
+        { worker = worker(0, 0), signal = 6 },
+        { worker = worker(0, 1), code = 1, tail = "Socket closed" },
+        { worker = worker(1, 1), code = 1, tail = "Traceback" },
+      },
       stopped = {},
     })
     assert.matches("First cause: slice 2 worker 5, %d%d:%d%d:%d%d, exit status 137 %(SIGKILL%); ", lines[1])
-    assert.matches("; 2 others are consequences: slice0/worker[0-1]", lines[1], 1, true)
+    assert.matches(
+      "; 2 others are consequences: slice0/worker[0-1]; 1 other failed as well: slice1/worker1",
+      lines[1],
+      1,
+      true
+    )
     assert.same({}, report.failure({ consequences = {}, stopped = {} }))
     lines = report.failure({
       first = { worker = worker(0, 0), lost = "no answer" },
