@@ -13,8 +13,8 @@ local SILENT_BREATHS = 6
 ---@field name string
 ---@field recipe string?
 ---@field state "running"|"detached"|"unstarted"|"job"|"ended"|"made"|"unreadable" detached: its command may go on on
----  the workers, with no runner; unstarted: its runner was gone before the command was started, and may have left workers
----  taken; job: it runs by itself in the cloud; made: it only made something there
+---  the workers, with no runner; unstarted: its runner was gone before the command was started, and may have left
+---  workers taken; job: it runs by itself in the cloud; made: it only made something there
 ---@field runner { host: string, pid: integer, state: "alive"|"unknown" }? who has it now
 ---@field attempt string? the last one
 ---@field command string?
