@@ -48,14 +48,14 @@ cir_target *cir_find(cir_state *state, const cir_proc *proc) {
 
 /*
  * Get hold of a target that still lives: its pidfd and, when it is being signalled (or was, by a
- * guard that is gone) and that is the way to its status, a trace. Half of the table is held at
- * most: descriptors are limited.
+ * guard that is gone) and that is the way to its status, a trace. Some descriptors are left for
+ * everything else: their number is limited.
  */
 void cir_watch(cir_guard *guard, cir_target *target) {
   int *pidfd = &guard->pidfds[target - guard->state->targets];
   bool fresh = *pidfd < 0;
   cir_proc proc;
-  if (target->ended_at || (fresh && pidfd - guard->pidfds >= CIR_TARGETS / 2))
+  if (target->ended_at || (fresh && pidfd - guard->pidfds >= sysconf(_SC_OPEN_MAX) - 32))
     return;
   if (fresh)
     *pidfd = (int)syscall(SYS_pidfd_open, target->pid, 0);

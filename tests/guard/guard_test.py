@@ -911,6 +911,19 @@ def many_processes(attempt):
 
 
 @case
+def few_descriptors(attempt):
+    """A tree of more processes than the guard may have descriptors is stopped, and what is left of it is killed."""
+    attempt.stage("for i in $(seq 100); do (trap '' TERM; exec sleep 100) & done; " + attempt.cmd(100, 33) + "; wait")
+    limited = attempt.call("run", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48)))
+    assert limited.returncode == 0, limited
+    attempt.wait_ready()
+    attempt.wait_for("all of them", lambda: sum("/sleep" in end[0] for end in attempt.ends()) == 100)
+    record, _ = attempt.stop("--grace", "5", "--linger", "0.1")
+    assert record["status"] == 33 and record["killed"] == 100, (record["status"], record["killed"])
+    assert list(attempt.events().values()) == [["ready", "term", "saved"]] and attempt.alive() == []
+
+
+@case
 def many_threads(attempt):
     """A traced program with threads saves and is reported, as is one that is stopped and continued meanwhile."""
     attempt.run(attempt.cmd(100, 24, "threads", "saved=" + attempt.gate()) + "; true", "--method", "ptrace", "--linger", "0.2")
