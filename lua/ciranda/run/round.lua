@@ -239,6 +239,9 @@ function Round:watch(gang)
   -- Not aside: what it is about to write at the end is still to be written.
   local writing = scope:spawn(self.output.run, self.output)
   beside(stopping.show, self, gang)
+  if self.joining then
+    beside(wiring.keep_status, self, gang)
+  end
   if options.notices then
     beside(notices.watch, options.fleet, function(notice)
       self:noticed(gang, notice)
@@ -449,8 +452,14 @@ Round.__close = Round.close
 ---@return ciranda.run.LaunchResult
 function Round:run()
   local gang = wiring.gang(self)
-  if not self:try("staging", "nothing was started", gang.stage, gang) then
-    return self.result
+  do
+    local scope <close> = task.scope()
+    local showing = scope:spawn(wiring.keep_status, self, gang)
+    local staged = self:try("staging", "nothing was started", gang.stage, gang)
+    showing:cancel("staged")
+    if not staged then
+      return self.result
+    end
   end
   -- What is raised from here on (no room for the logs, say) must not leave the workers taken.
   local _ <close> = setmetatable({}, {

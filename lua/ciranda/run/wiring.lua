@@ -8,6 +8,7 @@ local logs_of = require("ciranda.run.logs")
 local node_state = require("ciranda.run.node_state")
 local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
+local task = require("ciranda.task")
 
 local M = {}
 
@@ -50,6 +51,17 @@ local function status_line(self, gang)
       laggards ~= "" and "; waiting for " .. laggards or ""
     )
   )
+end
+
+--- Keeps saying how far it is, also while nothing changes: who holds it up is to be seen. Until cancelled.
+---@async
+---@param self ciranda.run.Round
+---@param gang ciranda.run.Gang
+function M.keep_status(self, gang)
+  while true do
+    task.sleep(STATUS_EVERY)
+    status_line(self, gang)
+  end
 end
 
 --- Whether a worker's log is brought home while it grows.

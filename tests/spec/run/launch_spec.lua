@@ -84,6 +84,26 @@ describe("run.launch", function()
     assert.equal("done", state.attempts[1].ended.kind)
   end)
 
+  it("keeps saying whom the start waits for", function()
+    local shown = ""
+    local setup = { command = ("until [ -e %s/on ]; do sleep 0.1; done"):format(root), hash = ("5e"):rep(32) }
+    local options = settings("true", { staging = { setup = setup } })
+    function options.progress.status(_, said)
+      shown = said
+    end
+    local result = run_with(options, {
+      {
+        when = function()
+          return shown == "Staging: 0 of 4 workers; waiting for slice[0-1]/worker[0-1] (setting up)"
+        end,
+        act = function()
+          io.open(root .. "/on", "w"):close()
+        end,
+      },
+    })
+    assert.equal(0, result.status)
+  end)
+
   it("names the worker that was killed first of all, and gives 137", function()
     local result =
       run_with(settings(trainer("--steps 10000"), { checkpoint_directory = root .. "/shared" }), {
