@@ -28,11 +28,16 @@ local FILE_PIECE = 262144
 ---@field host_key { type: string, blob: string, trust: "pinned"|"known"|"added" }
 ---@field private session userdata
 ---@field private slots table
+---@field private had_channel boolean? the server has given one
 local Connection = {}
 Connection.__index = Connection
 
 -- What waits for a channel waits for this.
 local SLOT = "a channel of the connection"
+
+-- Seconds before each further try where a server that had a channel for us has none now, and we have none open: sshd
+-- counts one that has just been closed until it comes round to it.
+local REFUSED_PAUSES = { 0.01, 0.03, 0.1, 0.3, 1 }
 
 ---@param session userdata the engine's
 ---@param fields { host: string, port: integer, user: string, label: string, max_channels: integer,
@@ -89,22 +94,32 @@ end
 function Connection:_open(method, request, what)
   request.timeout = self.channel_ms
   local slots = self.slots
+  local refused = 0 -- with no channel of ours open
   while true do
     slots:acquire(SLOT)
     local ok, raw = pcall(task.call, method, self.session, request)
     if ok then
+      self.had_channel = true
       return channels.new(raw, self.label, what, function()
         slots:release()
       end)
     end
     local others = slots.used - 1
     slots:release()
-    if raw.reason ~= "channel_refused" or method ~= self.session.exec or others < 1 then
+    if raw.reason ~= "channel_refused" or method ~= self.session.exec then
       self:_raise(raw)
+    elseif others > 0 then
+      -- The server's MaxSessions is below our limit: wait for one of the others to end.
+      slots.limit = math.min(slots.limit, others)
+      log.debug("%s allows %d channels at once", self.label, slots.limit)
+    else
+      -- The others have ended since the server refused this one, or it has never allowed any.
+      refused = refused + 1
+      if not self.had_channel or not REFUSED_PAUSES[refused] then
+        self:_raise(raw)
+      end
+      task.sleep(REFUSED_PAUSES[refused])
     end
-    -- The server's MaxSessions is below our limit: wait for one of the others to end.
-    slots.limit = math.min(slots.limit, others)
-    log.debug("%s allows %d channels at once", self.label, slots.limit)
   end
 end
 
@@ -331,6 +346,7 @@ function Connection:_exec_at_once(command, options)
         return on_close(open_err)
       end
       channel = raw
+      self.had_channel = true
       if not raw:on_close(on_close) then
         return on_close({ code = "closed", message = "the channel has been closed" })
       end

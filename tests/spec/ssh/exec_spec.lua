@@ -264,6 +264,15 @@ describe("a command", function()
       return few:exec(("sleep 0.1; echo %d"):format(number)).stdout
     end)
     assert.are.equal("1\n2\n3\n4\n5\n6\n", table.concat(results))
+    -- Of a server that allows one, the refusal of the others often comes when that one has ended.
+    local narrowest <close> = support.server({ config = { "MaxSessions 1" } })
+    for _ = 1, 10 do
+      local one <close> = ssh.connect(narrowest:options())
+      results = task.map({ 1, 2, 3, 4 }, function(number)
+        return one:exec(("echo %d"):format(number)).stdout
+      end)
+      assert.are.equal("1\n2\n3\n4\n", table.concat(results))
+    end
     local none <close> = support.server({ config = { "MaxSessions 0" } })
     local closed <close> = ssh.connect(none:options())
     local err = fails("refused", "channel", closed.exec, closed, "true")
