@@ -48,6 +48,7 @@ local ABORT = 6
 ---@field code integer? exit status, when it left by itself
 ---@field signal integer? the signal that ended it
 ---@field lost string? why there is no exit record; neither code nor signal is known then
+---@field gone boolean? and the cloud says that its machine is no more
 ---@field at number? when it ended: seconds since 1970 on the runner's clock
 ---@field stopped boolean? it ended after we had asked it to stop
 ---@field reason string? why it was asked, as its guard has it
@@ -172,6 +173,28 @@ end
 ---@field stopped ciranda.run.Outcome[] ended after we had asked them to
 ---@field ended ciranda.run.Outcome[] ended well by themselves
 
+--- When a machine was lost the platform may restart all others, and a slice is lost as a whole: of several that were
+--- lost, and heard of last at about the same time, one is first whose machine is gone, and of a slice always the same.
+---@param failures { outcome: ciranda.run.Outcome, place: integer, late: boolean }[] changed: in order
+local function put_lost_first(failures)
+  local best = 1
+  for place = 2, failures[1].outcome.lost and #failures or 1 do
+    local a, b = failures[place], failures[best]
+    local gone, other = a.outcome.gone or false, b.outcome.gone or false
+    if
+      a.outcome.lost
+      and not a.late
+      and (
+        gone and not other
+        or gone == other and a.outcome.worker.slice == b.outcome.worker.slice and a.place < b.place
+      )
+    then
+      best = place
+    end
+  end
+  table.insert(failures, 1, table.remove(failures, best))
+end
+
 --- The verdict on a gang.
 ---@param outcomes ciranda.run.Outcome[]
 ---@return ciranda.run.Cause
@@ -205,6 +228,7 @@ function M.first(outcomes)
     end
     return a.place < b.place
   end)
+  put_lost_first(failures)
   local first = failures[1].outcome
   local why, innocent
   if not first.lost then

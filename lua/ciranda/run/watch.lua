@@ -276,12 +276,15 @@ end
 ---@private
 ---@param member ciranda.run.GangMember
 ---@param why string
-function Watch:give_up(member, why)
+---@param gone boolean? its machine is no more
+function Watch:give_up(member, why, gone)
   self.followers[member]:cancel(why)
   if member.outcome then
     return
   end
-  self:ended(member, member.attempt:outcome(nil, why))
+  local outcome = member.attempt:outcome(nil, why)
+  outcome.gone = gone
+  self:ended(member, outcome)
   if self.gang.options.on_outcome then
     self.gang.options.on_outcome(member.outcome)
   end
@@ -302,7 +305,7 @@ function Watch:look_for_gone()
         if now - since[member] >= SILENT then
           local why = self.gang.options.machine_gone(member.worker)
           if why and not member.outcome then
-            self:give_up(member, why)
+            self:give_up(member, why, true)
           end
         end
       end

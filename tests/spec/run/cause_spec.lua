@@ -106,6 +106,18 @@ describe("run.cause", function()
     end
   )
 
+  it("of several that were lost is one whose machine is gone, and of a slice always the same", function()
+    local function lost(slice, index, at, gone)
+      return { worker = worker(slice, index), lost = "no answer", at = at, gone = gone }
+    end
+    local restarted, a, b = lost(0, 0, 9), lost(1, 0, 11, true), lost(1, 1, 10, true)
+    assert.equal(a, cause.first({ restarted, a, b }).first)
+    assert.equal(2, #cause.first({ restarted, a, b }).consequences)
+    assert.equal(restarted, cause.first({ restarted, lost(0, 1, 8), lost(1, 1, 8.5) }).first)
+    local failed = { worker = worker(0, 2), code = 3, at = 7 }
+    assert.equal(failed, cause.first({ restarted, a, b, failed }).first)
+  end)
+
   it("counts it to the machines when all who failed speak of a peer and nobody else failed", function()
     local a = { worker = worker(0, 0), code = 1, at = 12, tail = "heartbeat timeout" }
     local b = { worker = worker(0, 1), signal = 6, at = 11 }
