@@ -35,50 +35,10 @@ function M.clean(text)
   return table.concat(kept, "\n")
 end
 
---- The frames of a suspended task, those of its nested coroutines first.
----@param task ciranda.Task
----@return string
-function M.of_task(task)
-  local parts = {}
-  local chain = task.chain or {}
-  for index = #chain, 1, -1 do
-    parts[#parts + 1] = M.clean(debug.traceback(chain[index]))
-  end
-  parts[#parts + 1] = M.clean(debug.traceback(task.co))
-  return (table.concat(parts, "\n"):gsub("\n\n+", "\n"))
-end
-
---- A traceback followed by the frames of every task that was waiting for this one, up to the root.
----@param task ciranda.Task
----@param own string? the task's own frames
----@return string
-function M.with_waiters(task, own)
-  own = own and M.clean(own) or ""
-  if own:find("waited for by", 1, true) then
-    return "stack traceback:\n" .. own
-  end
-  local parts = { "stack traceback:" }
-  if own ~= "" then
-    parts[#parts + 1] = own
-  end
-  parts[#parts + 1] = ("\tin task '%s'"):format(task.name)
-  local scope = task.scope
-  while scope do
-    local owner = scope.owner
-    parts[#parts + 1] = ("waited for by task '%s':"):format(owner.name)
-    local frames = M.of_task(owner)
-    if frames ~= "" then
-      parts[#parts + 1] = frames
-    end
-    scope = owner.scope
-  end
-  return table.concat(parts, "\n")
-end
-
 -- C functions through which Lua cannot suspend a coroutine, by the names people know them by.
 -- Those of this table may be replaced by the time they are looked for.
 local names
-local stock_resume = coroutine.resume
+local stock_resume, stock_yield = coroutine.resume, coroutine.yield
 
 local function c_functions()
   if not names then
@@ -107,6 +67,106 @@ local function c_functions()
     end
   end
   return names
+end
+
+-- Frames up to which a stack is not left to debug.traceback. That searches all modules for the name of each:
+-- milliseconds for one task, and the loop is held up for seconds when the time of a thousand is up in one moment.
+local MOST = 40
+
+--- How a frame is called by who called it.
+---@param info table
+---@return string
+local function name_of(info)
+  local known = info.what == "C" and c_functions()[info.func]
+  if known then
+    return ("function '%s'"):format(known)
+  elseif info.namewhat ~= "" then
+    return ("%s '%s'"):format(info.namewhat, info.name)
+  elseif info.what == "main" then
+    return "main chunk"
+  end
+  return info.what == "C" and "?" or ("function <%s:%d>"):format(info.short_src, info.linedefined)
+end
+
+--- The frames of a suspended coroutine without the scheduler's, as `clean` leaves them of its traceback.
+---@param co thread
+---@return string
+local function frames_of(co)
+  if debug.getinfo(co, MOST, "l") then
+    return M.clean(debug.traceback(co))
+  end
+  local kept, after_noise = {}, false
+  for level = 0, MOST do
+    local info = debug.getinfo(co, level, "Slnf")
+    if not info then
+      break
+    end
+    local fn = info.func
+    local noise = info.short_src:find("ciranda/task/[%w_]+%.lua$") ~= nil
+    if info.what == "C" then
+      noise = fn == stock_yield or fn == xpcall or fn == error or (after_noise and fn == pcall)
+    end
+    if not noise then
+      local place = info.currentline > 0 and (":%d"):format(info.currentline) or ""
+      kept[#kept + 1] = ("\t%s%s: in %s"):format(info.short_src, place, name_of(info))
+    end
+    after_noise = noise
+  end
+  return table.concat(kept, "\n")
+end
+
+--- The frames of a suspended task, those of its nested coroutines first.
+---@param task ciranda.Task
+---@return string
+function M.of_task(task)
+  local parts = {}
+  local chain = task.chain or {}
+  for index = #chain, 1, -1 do
+    parts[#parts + 1] = frames_of(chain[index])
+  end
+  parts[#parts + 1] = frames_of(task.co)
+  return (table.concat(parts, "\n"):gsub("\n\n+", "\n"))
+end
+
+--- The same of a task for which others wait. It stands where it stood as long as it is in the same wait: a thousand of
+--- its children that fail in one turn find it there.
+---@param task ciranda.Task
+---@return string
+local function of_waiter(task)
+  local op = task.state == "waiting" and task.op or nil
+  local seen = task.seen
+  if not (op and seen and seen.op == op) then
+    seen = { op = op, text = M.of_task(task) }
+    task.seen = seen
+  end
+  return seen.text
+end
+
+--- A traceback followed by the frames of every task that was waiting for this one, up to the root.
+---@param task ciranda.Task
+---@param own string? the task's own frames
+---@return string
+function M.with_waiters(task, own)
+  own = own and M.clean(own) or ""
+  if own:find("waited for by", 1, true) then
+    return "stack traceback:\n" .. own
+  end
+  local parts = { "stack traceback:" }
+  if own ~= "" then
+    parts[#parts + 1] = own
+  end
+  parts[#parts + 1] = ("\tin task '%s'"):format(task.name)
+  local scope = task.scope
+  while scope do
+    local owner = scope.owner
+    parts[#parts + 1] = ("waited for by task '%s':"):format(owner.name)
+    local frames = of_waiter(owner)
+    if frames ~= "" then
+      parts[#parts + 1] = frames
+    end
+    scope = owner.scope
+  end
+  return table.concat(parts, "\n")
 end
 
 -- C functions through which Lua 5.4 can suspend.

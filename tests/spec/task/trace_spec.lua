@@ -103,6 +103,56 @@ describe("the traceback of a failed task", function()
   )
 end)
 
+-- luacheck: push ignore 122
+describe("the tracebacks of many tasks", function()
+  local traceback, getinfo = debug.traceback, debug.getinfo
+
+  after_each(function()
+    debug.traceback, debug.getinfo = traceback, getinfo
+  end)
+
+  it(
+    "whose time is up in one turn cost no search for names, and who waits for all of them is looked at once",
+    within(function()
+      local names, looks = 0, {}
+      debug.traceback = function(...)
+        names = names + 1
+        return traceback(...)
+      end
+      debug.getinfo = function(co, level, ...)
+        if type(co) == "thread" and level == 0 then
+          looks[co] = (looks[co] or 0) + 1
+        end
+        return getinfo(co, level, ...)
+      end
+      local owner, problems = coroutine.running(), {}
+      local list = {}
+      for place = 1, 50 do
+        list[place] = place
+      end
+      task.map(list, function(place)
+        local function asleep()
+          task.sleep(60)
+        end
+        local ok, problem = pcall(task.timeout, 0.05, function()
+          asleep()
+        end)
+        assert.is_false(ok)
+        problems[place] = problem.traceback
+      end)
+      -- Who waits is below all that runs specs.
+      assert.is_true(names <= 2, ("%d searches"):format(names))
+      assert.is_true((looks[owner] or 0) <= 2, ("%s looks"):format(looks[owner]))
+      for place = 1, 50 do
+        assert.matches("trace_spec%.lua:%d+: in .-'asleep'", problems[place])
+        assert.matches("waited for by task.-\n.-trace_spec%.lua:%d+: in ", problems[place])
+        assert.not_matches("ciranda/task/", problems[place])
+      end
+    end)
+  )
+end)
+-- luacheck: pop
+
 describe("task.dump", function()
   it(
     "shows every task below who waits for it, what it waits for, and where",
