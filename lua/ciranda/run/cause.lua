@@ -59,6 +59,7 @@ local ABORT = 6
 ---@field dropped integer? bytes of its output that a full disk has not taken
 ---@field undelivered string[]? programs that SIGTERM did not reach, and why
 ---@field outside integer[]? processes that held the accelerators at the stop and are not COMMAND's
+---@field said table<string[], string|false>? what that says, when it has been read
 
 --- Did it fail (by itself or otherwise)?
 ---@param outcome ciranda.run.Outcome
@@ -110,12 +111,29 @@ end
 ---@param list string[]
 ---@return string?
 local function said(outcome, list)
+  if outcome.said then
+    return outcome.said[list] or nil
+  end
   for _, text in ipairs(outcome.tail and list or {}) do
     if outcome.tail:find(text, 1, true) then
       return text
     end
   end
   return nil
+end
+
+--- Bytes that are kept of a log's end that has been read.
+local KEPT = 4096
+
+--- Reads the end of its log, once and for all: of a thousand that fail at once it would else be read a thousand times,
+--- and kept.
+---@param outcome ciranda.run.Outcome
+function M.read(outcome)
+  outcome.said = {
+    [PEER_LOST] = said(outcome, PEER_LOST) or false,
+    [BAD_MACHINE] = said(outcome, BAD_MACHINE) or false,
+  }
+  outcome.tail = outcome.tail and outcome.tail:sub(-KEPT)
 end
 
 --- Does this failure look like that of a peer of the one that failed? Its log's end says so, or it aborted.

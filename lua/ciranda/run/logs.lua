@@ -18,8 +18,9 @@ local M = {}
 local TICK = 0.25
 --- Bytes of a log's end that are kept in memory when its file takes no more.
 local TAIL = 32768
---- Lines shown of a worker that prints what looks like a failure, from that line on.
-local ALARM_LINES = 30
+--- Lines shown of a worker that prints what looks like a failure, from that line on; and of all such workers together,
+--- equal ones counted once: when a thousand fall at once, who was first must not scroll away.
+local ALARM_LINES, ALARM_TOTAL = 30, 120
 
 ---@class ciranda.run.LogOptions
 ---@field directory string where the files are
@@ -100,6 +101,7 @@ function M.open(options)
     first = options.workers[1],
     raw = options.raw,
     alarms = {},
+    alarm_lines = 0,
     partial = {},
     lines = options.lines,
     limit = options.limit and options.limit > 0 and options.limit or math.huge,
@@ -119,6 +121,15 @@ function M.open(options)
   end
   logs.view = view.new({
     write = options.lines or function() end,
+    clock = clock.now,
+  })
+  logs.alarm_view = view.new({
+    write = function(text)
+      logs.alarm_lines = logs.alarm_lines + 1
+      if logs.alarm_lines <= ALARM_TOTAL then
+        options.lines(text)
+      end
+    end,
     clock = clock.now,
   })
   for _, worker in ipairs(options.workers) do
@@ -185,11 +196,11 @@ function Logs:watch_for_alarm(worker, bytes)
     end
     local line = text:sub(position, newline - 1)
     if not self.alarms[worker] and view.alarming(line) then
-      self.alarms[worker] = ALARM_LINES
+      self.alarms[worker] = self.named and 0 or ALARM_LINES
     end
     if (self.alarms[worker] or 0) > 0 then
       self.alarms[worker] = self.alarms[worker] - 1
-      self.view:feed(worker, line .. "\n")
+      self.alarm_view:feed(worker, line .. "\n")
     end
     position = newline + 1
   end
@@ -248,10 +259,16 @@ function Logs:take(worker, bytes)
   end
 end
 
+--- A failure has been named: whoever prints one from now on has followed it, and is in the report.
+function Logs:name_failure()
+  self.named = true
+end
+
 --- A worker has ended: its last line is shown, and nobody's lines wait for it.
 ---@param worker ciranda.Worker
 function Logs:finish(worker)
   self.view:finish(worker)
+  self.alarm_view:finish(worker)
 end
 
 --- The end of a worker's file.
@@ -286,12 +303,30 @@ function Logs:show_lines()
   while true do
     task.sleep(TICK)
     self.view:flush()
+    self.alarm_view:flush()
   end
 end
 
---- Shows the lines that wait for their equals: nothing more comes.
+--- Shows the lines that wait for their equals, since nothing more comes, and says how much was not shown of what looked
+--- like failures.
 function Logs:show_rest()
   self.view:close()
+  self.alarm_view:close()
+  local more = self.alarm_lines - ALARM_TOTAL
+  if more > 0 then
+    self.alarm_lines = ALARM_TOTAL
+    local workers = {}
+    for worker in pairs(self.alarms) do
+      workers[#workers + 1] = worker
+    end
+    self.lines(
+      ("%d lines more that look like failures were not shown, see the logs in %s of %s\n"):format(
+        more,
+        self.directory,
+        nodeset.fold(workers)
+      )
+    )
+  end
 end
 
 --- Closes the files; lines that wait are shown.

@@ -25,6 +25,8 @@ local CLOCKS = 0.05
 --- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
 --- its machine is gone.
 local LOOK_FOR_GONE, SILENT = 2, 3
+--- Seconds between two looks at who does not answer, at least.
+local LOOK_FOR_SILENT = 1
 --- Logs of ended workers that are fetched at the same time.
 local FETCHES = 32
 --- Seconds between two looks for a silence that has lasted, but of which not everybody has been heard yet.
@@ -36,6 +38,10 @@ local TAIL = 65536
 ---@field gang ciranda.run.Gang
 ---@field fetching ciranda.task.Semaphore
 ---@field followers table<ciranda.run.GangMember, ciranda.Task>
+---@field running integer members that have not ended
+---@field failures integer members that have failed by themselves
+---@field victims integer of these, those that look like a consequence of something
+---@field looked number? when it was last looked who does not answer
 ---@field silent table<ciranda.run.GangMember, boolean?> who does not answer, as has been told
 ---@field stalled number? when the silence began that has been told last
 local Watch = {}
@@ -92,6 +98,11 @@ end
 function Watch:ended(member, outcome)
   local gang = self.gang
   member.outcome = outcome
+  self.running = self.running - 1
+  if cause.failed(outcome) and not outcome.stopped then
+    self.failures = self.failures + 1
+    self.victims = self.victims + (cause.follows(outcome) and 1 or 0)
+  end
   gang:note("exit", {
     slice = member.worker.slice,
     worker = member.worker.index,
@@ -136,7 +147,9 @@ function Watch:follow(member)
   local gang, options = self.gang, self.gang.options
   local live = not options.live or options.live(member.worker)
   local function take(bytes)
-    keep_tail(member, bytes)
+    if not member.outcome then
+      keep_tail(member, bytes)
+    end
     if options.on_bytes then
       options.on_bytes(member.worker, bytes)
     end
@@ -160,6 +173,8 @@ function Watch:follow(member)
     end
   end
   outcome.tail = table.concat(member.tail):sub(-TAIL)
+  member.tail, member.tail_size = {}, 0
+  cause.read(outcome)
   local stopping = gang.stopping
   -- After a failure the order of all ends is what tells the cause: there no doubt of the clocks may hide one.
   local doubt = stopping and stopping.failure and CLOCKS or math.max(CLOCKS, member.attempt.clock_error or 0)
@@ -221,6 +236,11 @@ end
 ---@private
 function Watch:look_for_silence()
   local gang, now = self.gang, lag.clock()
+  -- Not at each of a thousand ends.
+  if self.looked and now - self.looked < math.min(LOOK_FOR_SILENT, gang.options.silence or SILENCE) then
+    return
+  end
+  self.looked = now
   local silent, back, longest = {}, {}, 0
   for _, member in ipairs(gang.members) do
     local one = member.attempt
@@ -246,30 +266,15 @@ function Watch:look_for_silence()
   end
 end
 
+--- What is known so far.
 ---@private
----@return ciranda.run.Outcome[] ended, integer running
-function Watch:outcomes()
-  local ended, running = {}, 0
+---@return ciranda.run.Cause
+function Watch:verdict()
+  local ended = {}
   for _, member in ipairs(self.gang.members) do
-    if member.outcome then
-      ended[#ended + 1] = member.outcome
-    else
-      running = running + 1
-    end
+    ended[#ended + 1] = member.outcome
   end
-  return ended, running
-end
-
---- Does everything that has failed so far look like a consequence of something not yet seen?
----@param outcomes ciranda.run.Outcome[]
----@return boolean
-local function only_consequences(outcomes)
-  for _, outcome in ipairs(outcomes) do
-    if cause.failed(outcome) and not outcome.stopped and not cause.follows(outcome) then
-      return false
-    end
-  end
-  return true
+  return cause.first(ended)
 end
 
 --- Counts a member as lost, whatever its follower is doing.
@@ -319,12 +324,20 @@ end
 ---@return ciranda.run.Cause verdict
 function M.until_ended(gang)
   local options = gang.options
-  local self =
-    setmetatable({ gang = gang, followers = {}, silent = {}, fetching = task.semaphore(FETCHES) }, Watch)
+  local self = setmetatable({
+    gang = gang,
+    followers = {},
+    silent = {},
+    fetching = task.semaphore(FETCHES),
+    running = 0,
+    failures = 0,
+    victims = 0,
+  }, Watch)
   local grace = options.failure_grace or 30
   local scope <close> = task.scope()
   for _, member in ipairs(gang.members) do
     if not member.outcome then
+      self.running = self.running + 1
       self.followers[member] = scope:spawn(self.follow, self, member)
     end
   end
@@ -332,12 +345,10 @@ function M.until_ended(gang)
   local aside = options.machine_gone and { scope:spawn(self.look_for_gone, self) } or {}
   local first_seen, told, deadline
   while true do
-    local outcomes, running = self:outcomes()
-    local now = clock.now()
-    local verdict = cause.first(outcomes)
-    first_seen = first_seen or verdict.first and now
+    local running, now = self.running, clock.now()
+    first_seen = first_seen or self.failures > 0 and now or nil
     if first_seen and not told then
-      local victims = only_consequences(outcomes)
+      local victims = self.victims == self.failures
       local window =
         math.max(options.window or WINDOW, victims and (options.victims_window or CONSEQUENCE_WINDOW) or 0)
       local over = running == 0 or now - first_seen >= window
@@ -347,7 +358,7 @@ function M.until_ended(gang)
         gang.stopping.failure = true
       end
       if over then
-        told = verdict.first
+        told = self:verdict().first
         if options.on_failure then
           options.on_failure(told)
         end
@@ -357,7 +368,7 @@ function M.until_ended(gang)
       for _, child in ipairs(aside) do
         child:cancel("the end")
       end
-      return verdict
+      return self:verdict()
     end
     if gang.stopping and not gang.stopping.asked then
       local request = gang.stopping

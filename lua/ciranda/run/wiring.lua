@@ -161,6 +161,7 @@ function M.gang(self)
     on_failure = function(outcome)
       self.named = outcome
       self:say("%s", cause.failure_line(outcome))
+      self.logs:name_failure()
       self.failure:set()
     end,
   })

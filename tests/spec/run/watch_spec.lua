@@ -149,6 +149,36 @@ describe("run.gang watches", function()
     assert.is_true(#one.logs["0.1"] > 1000000)
   end)
 
+  it("reads each log's end once, and looks for the cause when it is to be named and at the end", function()
+    local cause = require("ciranda.run.cause")
+    local first, looks = cause.first, 0
+    local restore <close> = setmetatable({}, {
+      __close = function()
+        cause.first = first
+      end,
+    })
+    assert(restore)
+    cause.first = function(...)
+      looks = looks + 1
+      return first(...)
+    end
+    local lengths = {}
+    local one = start(gang_of(2, 3, [[seq 3000; echo 'Socket closed'; sleep 0.$CIRANDA_PROCESS_ID; exit 7]], {
+      victims_window = 5,
+      on_outcome = function(outcome)
+        lengths[#lengths + 1] = #outcome.tail
+      end,
+    }))
+    local verdict = one:watch()
+    assert.equal(2, looks)
+    assert.equal(5, #verdict.consequences + #verdict.stopped)
+    assert.is_true(cause.follows(verdict.first))
+    assert.same({ 4096, 4096, 4096, 4096, 4096, 4096 }, lengths)
+    for _, member in ipairs(one.members) do
+      assert.same({}, member.tail)
+    end
+  end)
+
   it("says once that nobody writes, and again only after somebody has", function()
     local stalls = {}
     local one = start(
@@ -519,6 +549,63 @@ describe("run.logs", function()
       assert.is_true(total <= 50000 and total > 49000)
     end
   )
+
+  --- Logs of 1,024 workers, each of which is about to fail in words of its own.
+  local function alarmed(list)
+    for slice = 0, 255 do
+      for index = 0, 3 do
+        list[#list + 1] = { slice = slice, index = index }
+      end
+    end
+    local shown = {}
+    local logs = logs_of.open({
+      directory = root,
+      workers = list,
+      lines = function(text)
+        shown[#shown + 1] = text
+      end,
+    })
+    return logs, shown
+  end
+
+  local function fall(logs, list, from, to)
+    for place = from, to do
+      local worker = list[place]
+      logs:take(
+        worker,
+        ("Traceback (most recent call last):\n  of worker %d\nError %d\n"):format(place, place)
+      )
+      logs:finish(worker)
+    end
+  end
+
+  it("shows some lines of a thousand workers that fall at once, and counts the others", function()
+    local list = {}
+    local logs, shown = alarmed(list)
+    fall(logs, list, 2, 1024)
+    logs:show_rest()
+    assert.equal(121, #shown)
+    assert.equal(
+      "slice0/worker[1-3],slice[1-255]/worker[0-3]: Traceback (most recent call last):\n",
+      shown[1]
+    )
+    -- Of the first line one is left, of the two others all.
+    assert.matches(("^%d lines more that look"):format(1 + 2 * 1023 - 120), shown[121])
+    assert.matches("of slice0/worker[1-3],slice[1-255]/worker[0-3]\n", shown[121], 1, true)
+    logs:close()
+    assert.equal(121, #shown)
+  end)
+
+  it("shows nothing of who falls after the failure has been named", function()
+    local list = {}
+    local logs, shown = alarmed(list)
+    fall(logs, list, 2, 3)
+    logs:name_failure()
+    fall(logs, list, 4, 1024)
+    logs:close()
+    assert.equal(5, #shown)
+    assert.matches("^slice0/worker%[1%-2%]: Traceback", shown[1])
+  end)
 
   it("keeps offsets where a worker has given up a part of its log", function()
     local list = { { slice = 0, index = 0 } }
