@@ -17,6 +17,8 @@ local M = {}
 
 --- Once one worker has failed to stage, seconds the others get to say that they failed as well.
 local STAGE_COMPANY = 2
+--- Remarks of one kind that are told as they come, and seconds in which further ones are gathered.
+local ALONE, GATHER = 4, 2
 --- Reasons that are told of workers which could not be staged.
 local REASONS = 5
 
@@ -121,8 +123,10 @@ end
 ---@param options ciranda.run.GangOptions
 ---@return ciranda.run.Gang
 function M.new(options)
-  local gang =
-    setmetatable({ options = options, members = {}, started = false, changed = task.event() }, Gang)
+  local gang = setmetatable(
+    { options = options, members = {}, started = false, changed = task.event(), remarks = {} },
+    Gang
+  )
   local seen, slices = {}, 0
   for _, worker in ipairs(options.fleet:workers()) do
     if not seen[worker.slice] then
@@ -217,6 +221,38 @@ end
 function Gang:remark(text)
   if self.options.on_note then
     self.options.on_note(text)
+  end
+end
+
+--- Says something of one worker: of its kind the first few as they come, of hundreds who have the same to say together.
+---@param worker ciranda.Worker
+---@param kind string what is said of them together, after their names
+---@param text string what is said of this one alone
+function Gang:remark_on(worker, kind, text)
+  local group = self.remarks[kind] or { told = 0, others = {} }
+  self.remarks[kind] = group
+  if group.told < ALONE then
+    group.told = group.told + 1
+    return self:remark(text)
+  end
+  table.insert(group.others, worker)
+  self.remark_at = self.remark_at or clock.now() + GATHER
+  self.changed:set()
+end
+
+--- Says what has been gathered.
+---@package
+function Gang:remark_together()
+  self.remark_at = nil
+  local kinds = {}
+  for kind, group in pairs(self.remarks) do
+    kinds[#kinds + 1] = #group.others > 0 and kind or nil
+  end
+  table.sort(kinds)
+  for _, kind in ipairs(kinds) do
+    local group = self.remarks[kind]
+    self:remark(("%s: %s"):format(nodeset.fold(group.others), kind))
+    group.others = {}
   end
 end
 

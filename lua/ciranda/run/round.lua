@@ -175,8 +175,9 @@ function Round:noticed(gang, notice)
     end
   end
   local worker = notice.worker
+  local kind = "Notice: " .. notice.text
   notice.text = ("%s, slice %d worker %d"):format(notice.text, worker.slice, worker.index)
-  self:say("Notice: %s", notice.text)
+  gang:remark_on(worker, kind, "Notice: " .. notice.text)
   self.journal:note("notice", {
     attempt = self.id,
     slice = worker.slice,

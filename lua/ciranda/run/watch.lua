@@ -63,14 +63,15 @@ end
 ---@param leader { code: integer?, signal: integer? }
 function M.leader_ended(gang, worker, leader)
   if not gang.options.leader_only then
-    gang:remark(
-      (
-        "slice %d worker %d: COMMAND's shell has ended with %s, what it started goes on (--LEADER_ONLY=true waits for "
-        .. "the shell only)"
-      ):format(
+    local how = type(leader.signal) == "number" and "signal " .. leader.signal or tostring(leader.code)
+    local kind = ("COMMAND's shell has ended with %s, what it started goes on"):format(how)
+    gang:remark_on(
+      worker,
+      kind,
+      ("slice %d worker %d: %s (--LEADER_ONLY=true waits for the shell only)"):format(
         worker.slice,
         worker.index,
-        type(leader.signal) == "number" and "signal " .. leader.signal or tostring(leader.code)
+        kind
       )
     )
   end
@@ -81,7 +82,9 @@ end
 function Watch:fetch(member, take)
   local record, why = self.fetching:with(member.attempt.follow, member.attempt, take)
   if not record then
-    self.gang:remark(
+    self.gang:remark_on(
+      member.worker,
+      "their logs are not all here either",
       ("The log of slice %d worker %d is not all here: %s"):format(
         member.worker.slice,
         member.worker.index,
@@ -319,10 +322,9 @@ function Watch:look_for_gone()
 end
 
 --- Watches until every member has ended; stops the others when one fails.
----@async
 ---@param gang ciranda.run.Gang
 ---@return ciranda.run.Cause verdict
-function M.until_ended(gang)
+local function watch(gang)
   local options = gang.options
   local self = setmetatable({
     gang = gang,
@@ -397,6 +399,11 @@ function M.until_ended(gang)
         wait = math.min(wait, deadline - now + 0.1)
       end
       wait = math.min(wait, self:look_for_stall(now, scope) or wait)
+      if gang.remark_at and now >= gang.remark_at then
+        gang:remark_together()
+      elseif gang.remark_at then
+        wait = math.min(wait, gang.remark_at - now + 0.01)
+      end
       local ok, problem = pcall(task.timeout, wait, gang.changed.wait, gang.changed)
       if not ok and not err.is(problem, "timeout") then
         error(problem, 0)
@@ -404,6 +411,16 @@ function M.until_ended(gang)
       gang.changed = task.event()
     end
   end
+end
+
+--- Watches until every member has ended and its log is here; stops the others when one fails.
+---@async
+---@param gang ciranda.run.Gang
+---@return ciranda.run.Cause verdict
+function M.until_ended(gang)
+  local verdict = watch(gang)
+  gang:remark_together()
+  return verdict
 end
 
 return M

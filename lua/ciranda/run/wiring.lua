@@ -118,13 +118,16 @@ function M.gang(self)
     end,
     on_gap = function(worker, from, to)
       self.logs:skip(worker, to)
-      self:say(
-        "The log of slice %d worker %d: bytes %d to %d are gone from its machine%s",
-        worker.slice,
-        worker.index,
-        from,
-        to - 1,
-        watch.log_keep and ", which keeps only the end (--LOG_KEEP)" or ""
+      gang:remark_on(
+        worker,
+        "bytes of their logs are gone, too",
+        ("The log of slice %d worker %d: bytes %d to %d are gone from its machine%s"):format(
+          worker.slice,
+          worker.index,
+          from,
+          to - 1,
+          watch.log_keep and ", which keeps only the end (--LOG_KEEP)" or ""
+        )
       )
     end,
     on_stall = function(stall)

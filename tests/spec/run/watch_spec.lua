@@ -277,6 +277,45 @@ describe("run.gang watches", function()
     assert.matches("slice 0 worker [01]: COMMAND's shell has ended with 3, what it started goes on", told[1])
   end)
 
+  it("tells of many leaders that end before their trees together, after the first few", function()
+    local told = {}
+    local one = start(gang_of(3, 4, "(until [ -e ~/end ]; do sleep 0.1; done) & exit 3", {
+      on_note = function(text)
+        told[#told + 1] = text
+      end,
+    }))
+    -- Their machines go on until the last leader has been told of.
+    task.all({
+      function()
+        assert.equal(3, one:watch().status)
+      end,
+      function()
+        patience.wait_for("all leaders are told of", function()
+          for _, member in ipairs(one.members) do
+            if not member.attempt.leader_told then
+              return false
+            end
+          end
+          return true
+        end)
+        for _, machine in pairs(machines) do
+          io.open(machine.home .. "/end", "w"):close()
+        end
+      end,
+    })
+    local alone, together = 0, {}
+    for _, text in ipairs(told) do
+      if text:find("^slice %d+ worker %d+: COMMAND's shell has ended with 3, what it started goes on") then
+        alone = alone + 1
+      else
+        together[#together + 1] = text
+        assert.matches("^slice.*: COMMAND's shell has ended with 3, what it started goes on$", text)
+      end
+    end
+    assert.equal(4, alone)
+    assert.is_true(#together >= 1 and #together < 8, ("%d lines"):format(#together))
+  end)
+
   it("says nothing of a leader that ends with its tree", function()
     local one = start(gang_of(1, 1, "exec > >(cat); echo hello"))
     assert.equal(0, one:watch().status)
