@@ -42,7 +42,7 @@ local function judge(objects, connection_of, all)
   task.map(objects, function(object)
     local ok, state, message = pcall(ledger.look, connection_of(object), object)
     if not ok then
-      if not err.is(state) or err.is(state, "cancelled") then
+      if err.is_fatal(state) then
         error(state, 0)
       end
       object.state, object.verdict, object.problem = "unknown", "keep: " .. state.code, state
@@ -104,7 +104,7 @@ local function collect(objects, connection_of, context)
         ledger.delete(journal, qr, { wait = not context.flags.async })
       end)
       if not ok then
-        if not err.is(problem) or err.is(problem, "cancelled") then
+        if err.is_fatal(problem) then
           error(problem, 0)
         end
         failed = failed + 1

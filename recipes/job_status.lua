@@ -72,7 +72,7 @@ local function queued_resource_state(context, known)
     return tpu:queued_resource(flags.RUN):state() or "gone"
   end)
   if not ok then
-    if not err.is(state) or err.is(state, "cancelled") then
+    if err.is_fatal(state) then
       error(state, 0)
     end
     context.progress:say("The queued resource cannot be asked for: %s", state.message)

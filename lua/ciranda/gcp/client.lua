@@ -241,7 +241,7 @@ function Client:request(call)
     if response then
       return response
     end
-    if not errors.is(err) or errors.is(err, "cancelled", "misuse") then
+    if errors.is_fatal(err) then
       error(err, 0)
     end
     local wait

@@ -177,7 +177,7 @@ function Session:watch_disk(before)
   local base = checkpoint.newest(before.listing)
   return function()
     local ok, listing = pcall(checkpoint.look, part, self.directory, self.look)
-    if not ok and (not err.is(listing) or err.is(listing, "cancelled")) then
+    if not ok and err.is_fatal(listing) then
       error(listing, 0)
     end
     local step = ok and checkpoint.newest(listing)

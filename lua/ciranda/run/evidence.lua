@@ -155,42 +155,36 @@ end
 ---@param nodes (fun(): table[])? the cloud's nodes
 ---@return string[] lines for a person
 function M.gather(gang, first, nodes)
-  local messages, told, workers, since = {}, {}, {}, math.huge
+  local messages, told, workers, connected, since = {}, {}, {}, {}, math.huge
   for place, member in ipairs(gang.members) do
     local one = member.attempt
     workers[place] = member.worker
+    connected[#connected + 1] = one.link:connected() and member.worker or nil
     since = math.min(since, one.started_at and one.started_at - one.clock_offset or math.huge)
   end
   if since == math.huge then
     since = clock.wall() - 600
   end
-  local function quietly(fn)
-    local ok, problem = pcall(task.timeout, LIMIT, fn)
-    if not ok and err.is_fatal(problem) then
-      error(problem, 0)
-    end
-  end
   task.all({
     function()
-      task.map(gang.members, function(member)
-        quietly(function()
-          if not member.attempt.link:connected() then
-            return
-          end
-          local answer = member.attempt.link:use(function(connection)
-            return connection:exec(shell.sh(SCRIPT), { timeout = LIMIT })
-          end)
-          for _, message in ipairs(M.parse(member.worker, answer.stdout, clock.wall(), since)) do
+      gang.options.fleet:select(connected):run(shell.sh(SCRIPT), {
+        within = LIMIT,
+        on_result = function(result)
+          for _, message in ipairs(M.parse(result.worker, result.stdout, clock.wall(), since)) do
             messages[#messages + 1] = message
           end
-        end)
-      end)
+        end,
+      })
     end,
     function()
+      local ok, known = true, {}
       if nodes then
-        quietly(function()
-          told = M.node_lines(nodes(), workers, since)
-        end)
+        ok, known = pcall(task.timeout, LIMIT, nodes)
+      end
+      if ok then
+        told = M.node_lines(known, workers, since)
+      elseif err.is_fatal(known) then
+        error(known, 0)
       end
     end,
   })

@@ -123,9 +123,7 @@ function M.call(hooks, name, happening, say)
   elseif err.is(value, "cancelled") and task.current().cancelled then
     error(value, 0) -- and not what Ctrl-C has done to a hook that computed
   end
-  -- The engine's own errors are tables without methods.
-  local text = err.is(value) and err.text(value) or type(value) == "table" and value.message or value
-  say("The hook %s failed: %s", name, tostring(text))
+  say("The hook %s failed: %s", name, tostring(err.wrap(value)))
   return nil
 end
 

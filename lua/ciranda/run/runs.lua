@@ -104,7 +104,7 @@ function M.standing(name, now)
   local breathed = journals.breath(name)
   local ok, state = pcall(journals.read, name)
   if not ok then
-    if not err.is(state) or err.is(state, "cancelled", "misuse") then
+    if err.is_fatal(state) then
       error(state, 0)
     end
     return {

@@ -71,7 +71,7 @@ function Steps:look_before()
   })
   if ok then
     return watch
-  elseif not err.is(watch) or err.is(watch, "cancelled") then
+  elseif err.is_fatal(watch) then
     error(watch, 0)
   end
   options.say("The checkpoints could not be looked at before the signal: %s", tostring(watch))
@@ -89,7 +89,7 @@ function Steps:watch_saves(tell)
   while true do
     local ok, listing =
       pcall(checkpoint.look, one, options.directory, { base = options.base, timeout = LOOK_BEFORE })
-    if not ok and (not err.is(listing) or err.is(listing, "cancelled")) then
+    if not ok and err.is_fatal(listing) then
       error(listing, 0)
     elseif ok and listing.answered > 0 then
       local step = checkpoint.newest(listing) or -1
@@ -245,7 +245,7 @@ function Steps:tell(watch, how)
   end)
   if ok then
     return problem
-  elseif not err.is(problem) or err.is(problem, "cancelled") then
+  elseif err.is_fatal(problem) then
     error(problem, 0)
   end
   options.say("Checkpoint: nobody can say what is in %s: %s", options.directory, tostring(problem))

@@ -331,17 +331,14 @@ local function watch(gang)
     followers = {},
     silent = {},
     fetching = task.semaphore(FETCHES),
-    running = 0,
+    running = #gang.members,
     failures = 0,
     victims = 0,
   }, Watch)
   local grace = options.failure_grace or 30
   local scope <close> = task.scope()
   for _, member in ipairs(gang.members) do
-    if not member.outcome then
-      self.running = self.running + 1
-      self.followers[member] = scope:spawn(self.follow, self, member)
-    end
+    self.followers[member] = scope:spawn(self.follow, self, member)
   end
   -- What must not outlast the last member: asking for machines, and asking one to stop that does not answer.
   local aside = options.machine_gone and { scope:spawn(self.look_for_gone, self) } or {}

@@ -19,19 +19,19 @@ local STATUS_EVERY = 2
 local FOLLOW_ALL = 64
 
 --- Says how far staging is, or the search for what an earlier runner started.
----@param self ciranda.run.Round
+---@param round ciranda.run.Round
 ---@param gang ciranda.run.Gang
-local function status_line(self, gang)
+local function status_line(round, gang)
   local what, phase = "Staging", "staged"
   if gang.started then
-    if not self.joining or self.stopping then
+    if not round.joining or round.stopping then
       return
     end
     what, phase = "Taking up", "running"
   end
   -- Called at every step of every worker: the others are looked at only when there may be something to say.
   local now = clock.now()
-  local due = now - (self.status_at or 0) >= STATUS_EVERY
+  local due = now - (round.status_at or 0) >= STATUS_EVERY
   local ready = 0
   for _, member in ipairs(gang.members) do
     if member.attempt.phase == phase then
@@ -40,10 +40,10 @@ local function status_line(self, gang)
       return
     end
   end
-  self.status_at = now
-  self.joining = self.joining and ready < #gang.members
+  round.status_at = now
+  round.joining = round.joining and ready < #gang.members
   local laggards = gang:laggards(phase)
-  self.options.progress:status(
+  round.options.progress:status(
     ("%s: %d of %d workers%s"):format(
       what,
       ready,
@@ -55,46 +55,46 @@ end
 
 --- Keeps saying how far it is, also while nothing changes: who holds it up is to be seen. Until cancelled.
 ---@async
----@param self ciranda.run.Round
+---@param round ciranda.run.Round
 ---@param gang ciranda.run.Gang
-function M.keep_status(self, gang)
+function M.keep_status(round, gang)
   while true do
     task.sleep(STATUS_EVERY)
-    status_line(self, gang)
+    status_line(round, gang)
   end
 end
 
 --- Whether a worker's log is brought home while it grows.
----@param self ciranda.run.Round
+---@param round ciranda.run.Round
 ---@param worker ciranda.Worker
 ---@return boolean
-local function follows(self, worker)
-  local options = self.options
+local function follows(round, worker)
+  local options = round.options
   local how = (options.watch or {}).follow or "auto"
   local workers = options.fleet:workers()
   return how == "all"
     or how == "auto" and #workers <= FOLLOW_ALL
     or options.on_bytes ~= nil
     or worker == workers[1]
-    or self.logs:is_shown(worker)
+    or round.logs:is_shown(worker)
 end
 
 --- The gang of an attempt.
----@param self ciranda.run.Round
+---@param round ciranda.run.Round
 ---@return ciranda.run.Gang
-function M.gang(self)
-  local options = self.options
+function M.gang(round)
+  local options = round.options
   local staging = options.staging or {}
   local watch = options.watch or {}
   local gang
   gang = gangs.new({
     fleet = options.fleet,
     run = options.run,
-    id = self.id,
+    id = round.id,
     command = options.command,
-    directory = self.directory,
+    directory = round.directory,
     guard = attempt.guard(),
-    journal = self.journal,
+    journal = round.journal,
     environment = options.environment,
     environment_of = options.environment_of,
     machine_gone = options.node_state and node_state.gone(options.node_state),
@@ -102,22 +102,22 @@ function M.gang(self)
     use_existing = options.use_existing,
     stage_timeout = options.stage_timeout,
     failure_grace = options.failure_grace,
-    lease = leases.new(options.run, self.journal, staging.take),
+    lease = leases.new(options.run, round.journal, staging.take),
     setup = staging.setup,
     kill = staging.kill,
     device_check = staging.device_check,
     strict_fingerprint = staging.strict_fingerprint,
     on_note = function(text)
-      self:say("%s", text)
+      round:say("%s", text)
     end,
     keep = watch.log_keep,
     leader_only = watch.leader_only,
     stall = watch.stall,
     live = function(worker)
-      return follows(self, worker)
+      return follows(round, worker)
     end,
     on_gap = function(worker, from, to)
-      self.logs:skip(worker, to)
+      round.logs:skip(worker, to)
       gang:remark_on(
         worker,
         "bytes of their logs are gone, too",
@@ -131,12 +131,12 @@ function M.gang(self)
       )
     end,
     on_stall = function(stall)
-      self:say(
+      round:say(
         "No worker has written anything for %.0f s; their guards answer. ciranda stacks %s shows where they wait.",
         stall.seconds,
         options.run
       )
-      self:happen("on_stall", {
+      round:happen("on_stall", {
         seconds = stall.seconds,
         worker = stall.worker,
         text = ("no worker has written anything for %.0f s"):format(stall.seconds),
@@ -146,60 +146,60 @@ function M.gang(self)
       end
     end,
     on_change = function(changed)
-      status_line(self, changed)
+      status_line(round, changed)
     end,
     on_bytes = function(worker, bytes)
-      self.logs:take(worker, bytes)
-      self.steps:read(worker, bytes)
+      round.logs:take(worker, bytes)
+      round.steps:read(worker, bytes)
       if options.on_bytes then
         options.on_bytes(worker, bytes)
       end
     end,
     on_outcome = function(outcome)
-      self.logs:finish(outcome.worker)
+      round.logs:finish(outcome.worker)
       if outcome.reason == attempt.SHUTDOWN and not gang.stopping then
         gang:stop(notices.GRACE.spot, "the machine of another worker shuts down")
       end
     end,
     on_failure = function(outcome)
-      self.named = outcome
-      self:say("%s", cause.failure_line(outcome))
-      self.logs:name_failure()
-      self.failure:set()
+      round.named = outcome
+      round:say("%s", cause.failure_line(outcome))
+      round.logs:name_failure()
+      round.failure:set()
     end,
   })
   return gang
 end
 
 --- Opens an attempt's logs, and its standard output.
----@param self ciranda.run.Round
+---@param round ciranda.run.Round
 -- Raises what `ciranda.run.logs` raises.
-function M.open_logs(self)
-  local options = self.options
-  self.output = output.new(1, function()
+function M.open_logs(round)
+  local options = round.options
+  round.output = output.new(1, function()
     options.progress:clear()
   end)
-  self.logs = logs_of.open({
-    directory = ("%s/%s"):format(self.journal.directory, self.id),
+  round.logs = logs_of.open({
+    directory = ("%s/%s"):format(round.journal.directory, round.id),
     links = logs_of.link_directory(options.run),
     workers = options.fleet:workers(),
     show = options.show,
     raw = not options.json and function(bytes)
-      self.output:write(bytes)
+      round.output:write(bytes)
     end or nil,
     lines = function(text)
-      self:say("%s", (text:gsub("\n$", "")))
+      round:say("%s", (text:gsub("\n$", "")))
     end,
     limit = (options.watch or {}).log_limit,
     on_full = function(problem)
-      self:say(
+      round:say(
         "%s: what comes now stays on the workers, where ciranda logs %s --show=... reads it",
         problem and tostring(problem) or "The logs here have reached their limit (--LOG_LIMIT)",
         options.run
       )
     end,
   })
-  self.logs_directory = logs_of.link_directory(options.run)
+  round.logs_directory = logs_of.link_directory(options.run)
 end
 
 return M

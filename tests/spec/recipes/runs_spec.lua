@@ -7,6 +7,7 @@ local support = dofile("tests/spec/recipes/support.lua")
 local task = require("ciranda.task")
 local uv = require("luv")
 
+local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
 local workers = support.ssh.is_root and 2 or 1
 
 describe("runs, logs and stop", function()
@@ -207,7 +208,7 @@ describe("runs, logs and stop", function()
     -- shown.
     local shown = ""
     local result = require("ciranda.io.process").run({
-      os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable,
+      BINARY,
       "logs",
       run,
       "--follow",
@@ -237,10 +238,9 @@ describe("runs, logs and stop", function()
         .. ("until [ -e %s ]; do echo more; sleep 0.1; done"):format(second),
     })
     place:log_has(run, 0, 0, "attempt 0001\n")
-    local binary = os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable
     local shown = ""
     local result = require("ciranda.io.process").run({
-      binary,
+      BINARY,
       "logs",
       run,
       "--follow",
@@ -255,7 +255,7 @@ describe("runs, logs and stop", function()
           local head = require("ciranda.io.process").run({
             "sh",
             "-c",
-            ("'%s' logs %s --follow | head -n 1"):format(binary, run),
+            ("'%s' logs %s --follow | head -n 1"):format(BINARY, run),
             env = place:env(),
             timeout = 60,
           })
@@ -323,7 +323,7 @@ describe("runs, logs and stop", function()
       order[#order + 1] = bytes
     end
     require("ciranda.io.process").run({
-      os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable,
+      BINARY,
       "logs",
       "far",
       "--follow",

@@ -84,6 +84,12 @@ describe("run.gang", function()
     end)
   end
 
+  local function first_line(one, address)
+    patience.wait_for("the first line of " .. address, function()
+      return one.logs[address]
+    end)
+  end
+
   --- The log as the worker has it.
   local function remote_log(one, address)
     return read(("%s/.ciranda/r1/%s/log"):format(machines[address].home, one.options.id))
@@ -308,9 +314,7 @@ describe("run.gang", function()
     local verdict
     task.all({
       function()
-        patience.wait_for("its first line", function()
-          return one.logs["0.1"]
-        end)
+        first_line(one, "0.1")
         machines["0.1"].down = true
         machines["0.1"]:reboot()
         io.open(root .. "/gone", "w"):close()
@@ -670,9 +674,7 @@ describe("run.gang", function()
     local verdict
     task.all({
       function()
-        patience.wait_for("its first line", function()
-          return one.logs["0.1"]
-        end)
+        first_line(one, "0.1")
         machines["0.1"].down = true
         machines["0.1"]:break_all()
         one:stop(1, "the user")

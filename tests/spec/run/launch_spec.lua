@@ -27,10 +27,7 @@ describe("run.launch", function()
 
   local function settings(command, more)
     local all = { grace = 20, success = "Multihost runner finished successfully!" }
-    for name, value in pairs(more or {}) do
-      all[name] = value
-    end
-    return place:settings(command, all)
+    return place:settings(command, all, more)
   end
 
   --- Sends signals to the handler, each when its condition holds.

@@ -64,10 +64,7 @@ describe("an attempt", function()
         end,
       },
     }
-    for name, value in pairs(more or {}) do
-      all[name] = value
-    end
-    return place:settings(command, all)
+    return place:settings(command, all, more)
   end
 
   local TRAIN = "exec python3 %s --checkpoint_dir %s/shared --steps 100000 --step-time 0.02 "

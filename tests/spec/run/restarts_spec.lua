@@ -30,10 +30,7 @@ describe("run.launch with several attempts", function()
 
   local function settings(command, more)
     local all = { grace = 20, restart_pause = 0.05, checkpoint_directory = root .. "/shared" }
-    for name, value in pairs(more or {}) do
-      all[name] = value
-    end
-    return place:settings(command, all)
+    return place:settings(command, all, more)
   end
 
   local function trainer(options)

@@ -28,8 +28,7 @@ describe("a runner that is busy minds its signals:", function()
   end
 
   local function settings(command, more)
-    local options = place:settings(command, more)
-    options.grace, options.restart_pause = 20, options.restart_pause or 0.05
+    local options = place:settings(command, { restart_pause = 0.05 }, more, { grace = 20 })
     -- As the command line has it: several handlers, the last one first.
     options.on_interrupt = function(handler)
       table.insert(handlers, 1, handler)
