@@ -17,13 +17,19 @@ say() {
 }
 
 # One failure, told here and again at the end (a log is often cut in its middle): its name, and what is known of it on
-# standard input.
+# standard input. What failed in it is read there and in the file FULL; the names alone are told last.
+#   fail NAME [FULL]
 fail() {
   printf '%s\n' "$1"
+  cat >"$scratch/block"
   {
     printf '\n-- %s\n' "$1"
-    cat
+    cat "$scratch/block"
   } >>"$scratch/failures"
+  {
+    printf '%s\n' "$1"
+    grep -E -A 2 '^(FAILED|ERROR|FAIL) ' "${2:-/dev/null}" | cut -c 1-200 | sed 's/^/  /'
+  } >>"$scratch/names"
   failed=$((failed + 1))
 }
 
@@ -43,7 +49,7 @@ count() {
     "$scratch/output" >"$scratch/blocks"
   if [ -z "$line" ]; then
     tail -n 40 "$scratch/output" >"$scratch/blocks"
-    fail "$title: no closing line (exit status $status)" <"$scratch/blocks"
+    fail "$title: no closing line (exit status $status)" "$scratch/output" <"$scratch/blocks"
     return
   fi
   # shellcheck disable=SC2046 # three or two numbers
@@ -51,11 +57,11 @@ count() {
   passed=$((passed + $1))
   skipped=$((skipped + ${3:-0}))
   if [ "$2" -ne 0 ]; then
-    fail "$title: $2 failed" <"$scratch/blocks"
+    fail "$title: $2 failed" "$scratch/output" <"$scratch/blocks"
     failed=$((failed + $2 - 1))
   elif [ "$status" -ne 0 ]; then
     tail -n 40 "$scratch/output" >"$scratch/blocks"
-    fail "$title: exit status $status with no failure counted" <"$scratch/blocks"
+    fail "$title: exit status $status with no failure counted" "$scratch/output" <"$scratch/blocks"
   fi
 }
 
@@ -71,7 +77,7 @@ one() {
   reason=$(tail -n 1 "$scratch/output" | sed -n 's/^{.*"skipped": *"\([^"]*\)".*}$/\1/p')
   if [ "$status" -ne 0 ]; then
     tail -n 40 "$scratch/output" >"$scratch/blocks"
-    fail "$title: exit status $status" <"$scratch/blocks"
+    fail "$title: exit status $status" "$scratch/output" <"$scratch/blocks"
   elif [ -n "$reason" ]; then
     printf 'SKIP: %s: %s\n' "$title" "$reason" | tee -a "$scratch/skips"
     skipped=$((skipped + 1))
@@ -164,6 +170,8 @@ fi
 if [ -s "$scratch/failures" ]; then
   say "what failed"
   cat "$scratch/failures"
+  say "what failed, by name"
+  head -n 40 "$scratch/names"
 fi
 printf '\n'
 if [ "$skipped" -gt 0 ]; then

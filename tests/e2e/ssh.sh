@@ -86,6 +86,7 @@ for name in $parts; do
       continue
     fi
     part fanout valgrind --quiet --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite,indirect \
+      --show-leak-kinds=definite,indirect \
       "$binary" "$script"
     ;;
   *)

@@ -11,7 +11,7 @@ local ATTEMPTS = 3
 -- question comes when the echo is off: who answers at once would be shown otherwise.
 local SCRIPT = [[
 saved=$(stty -g </dev/tty)
-trap 'stty "$saved" </dev/tty' EXIT
+trap 'trap "" INT TERM; stty "$saved" </dev/tty' EXIT
 trap 'exit 130' INT TERM
 stty -echo </dev/tty
 printf '%s' "$1" >/dev/tty

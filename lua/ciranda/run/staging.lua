@@ -31,9 +31,11 @@ local STORE_GUARD = [[
 umask 077; cat > {part} && [ $(wc -c < {part}) -eq {size} ] && chmod 700 {part} && mv -f {part} {guard}
 || { rm -f {part}; echo "the file that arrived is not whole" >&2; exit 1; }]]
 
--- Everything comes in one archive. A name with the shell's pid: a try that was cut off may still be ending there.
+-- Everything comes in one archive. A name with the shell's pid: a try that was cut off may still be ending there. A
+-- signal that comes to all processes of the session (a machine that shuts down) must not end the `rm` as well.
 local RECEIVE = [[
-before=$(umask); umask 077; new={new}.$$; trap "rm -rf $new" EXIT; trap "exit 1" HUP INT TERM; rm -rf {new}.*;
+before=$(umask); umask 077; new={new}.$$; trap "trap \"\" HUP INT TERM; rm -rf $new" EXIT; trap "exit 1" HUP INT TERM;
+rm -rf {new}.*;
 mkdir $new && tar -xf - -C $new || exit 1;]]
 
 -- The hash is taken there: what was stored is what counts. The newest is told by that machine's clock, not by ours.

@@ -3,6 +3,7 @@ local bundle = require("ciranda.run.bundle")
 local cause = require("ciranda.run.cause")
 local errors = require("ciranda.io.error")
 local fleet = require("ciranda.fleet")
+local fs = require("ciranda.io.fs")
 local gang = require("ciranda.run.gang")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -179,11 +180,15 @@ describe("run.gang", function()
 
   it("starts nobody with an archive that is no longer what was written", function()
     make(1, 1)
-    os.execute(("mkdir '%s/code'; head -c 30000 /dev/urandom > '%s/code/blob'"):format(root, root))
+    os.execute(("mkdir '%s/code'; head -c 600000 /dev/urandom > '%s/code/blob'"):format(root, root))
+    -- A busy machine: what takes the rest away is in no hurry.
+    os.execute(("mkdir '%s/bin'"):format(root))
+    fs.write(root .. "/bin/rm", '#!/bin/sh\nsleep 0.3\nexec /bin/rm "$@"\n', { mode = 448 })
+    machines["0.0"].env.PATH = root .. "/bin:" .. os.getenv("PATH")
     local archive = root .. "/b.tar.gz"
     for change, words in pairs({
       ["printf x | dd of='%s' bs=1 seek=9000 conv=notrunc 2>/dev/null"] = "is not the one that was sent",
-      ["truncate -s 9000 '%s'"] = "cannot be read as it was written: it has become shorter",
+      ["truncate -s 300000 '%s'"] = "cannot be read as it was written: it has become shorter",
     }) do
       local manifest = bundle.make(root .. "/code", { output = archive })
       os.execute(change:format(archive))
