@@ -308,7 +308,7 @@ case("nothing is left open after all that", function()
         open = open + 1
       end
     end
-    -- The pipes to the scripted server are sockets of ours. The case's own time limit says when it is enough.
+  -- The pipes to the scripted server are sockets of ours. The case's own time limit says when it is enough.
   until open <= 2
 end)
 
