@@ -209,6 +209,8 @@ end
 ---@return integer status
 function M.main(command)
   session.patience = 1
+  -- It asks a run to save. Before the run is there it must not end what is about to take the run up.
+  engine.catch_signal("SIGUSR1")
   return session.run(function()
     local recipe = M.load(command.name)
     local values, given = flags.parse(command.name, recipe, command.args)

@@ -21,13 +21,12 @@ local counts = {} -- how often each signal has come
 local interrupted_by -- the signal that cancelled the root task
 local exit_status -- what os.exit was given
 
---- Puts a handler in front of the default for SIGINT, SIGTERM, SIGHUP and SIGUSR1. It is called outside of tasks, must
---- not wait, and returns true when it has dealt with the signal.
+--- Puts a handler in front of the default for SIGINT, SIGTERM, SIGHUP and, in a recipe, SIGUSR1, which means nothing
+--- without a handler. It is called outside of tasks, must not wait, and returns true when it has dealt with the signal.
 ---@param handler fun(signal: string, count: integer): boolean?
 ---@return fun() remove takes it away again
 function M.on_interrupt(handler)
   table.insert(handlers, 1, handler)
-  engine.catch_signal("SIGUSR1") -- from now on somebody may have a use for it; it would end the program
   return function()
     for i, other in ipairs(handlers) do
       if other == handler then

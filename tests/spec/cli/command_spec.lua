@@ -94,6 +94,27 @@ describe("the command line", function()
     assert.same({ "interrupted", 143 }, { record.kind, record.status })
   end)
 
+  it("is not ended by a request to save that comes before there is what could save", function()
+    local recipe = directory .. "/early.lua"
+    fs.write(
+      recipe,
+      [[return { summary = "is asked early", run = function(context)
+        local uv = require("luv")
+        uv.kill(uv.os_getpid(), "sigusr1")
+        local asked
+        context.on_interrupt(function(signal)
+          asked = signal
+          return true
+        end)
+        uv.kill(uv.os_getpid(), "sigusr1")
+        require("ciranda.task").sleep(0.2)
+        context.finish { kind = "done", message = tostring(asked) }
+      end }]]
+    )
+    local result = ciranda("run", recipe)
+    assert.same({ 0, "SIGUSR1\n" }, { result.code, result.stderr })
+  end)
+
   it("gives 2 for usage, 124 for a deadline, 1 for the rest", function()
     local recipe = directory .. "/mine.lua"
     for code, status in pairs { usage = 2, deadline = 124, failed = 1, quota = 1 } do
