@@ -83,6 +83,21 @@ describe("run.lease", function()
     assert.matches("before the machine was started again", one.notes[1], 1, true)
   end)
 
+  it("says of a lease that cannot be written whether the disk is full", function()
+    place = gangs.place(1, 1)
+    assert(uv.fs_mkdir(place:path("0.0", "ciranda_lease.tester"), 448))
+    assert(uv.fs_mkdir(place:path("0.0", "bin"), 448))
+    place.machines["0.0"].env.PATH = place:path("0.0", "bin") .. ":" .. os.getenv("PATH")
+    local DF = "#!/bin/sh\necho Filesystem 1024-blocks Used Available Capacity Mounted on\n"
+    for free, words in pairs({ [70000] = "70000 kB free\n", [3] = "3 kB free, No space left" }) do
+      place:write("0.0", "bin/df", ("%secho /dev/sda1 9 9 %d 9%% /\n"):format(DF, free))
+      assert(uv.fs_chmod(place:path("0.0", "bin/df"), 448))
+      local e = place:refused(place:gang("first", "true"))
+      assert.matches("slice0/worker0 could not be staged", e.message, 1, true)
+      assert.matches("ciranda_lease.tester cannot be written; its disk has " .. words, e.message, 1, true)
+    end
+  end)
+
   it("sees the lease of another login user", function()
     place = gangs.place(1, 1)
     place:gang("first", "true"):stage()
