@@ -436,7 +436,7 @@ end
 --- Asks the command to stop: TERM, a grace, KILL. Returns when it has ended.
 ---@param grace number seconds
 ---@param reason string kept in the record
----@return table? record
+---@return table? record nil: it has not ended, or nobody knows how
 ---@param on_told fun()? the request has reached the worker: it is carried out whatever becomes of this program
 -- Raises "lost" when the worker does not answer, "failed" when something is left after the KILL.
 function Attempt:stop(grace, reason, on_told)
@@ -456,7 +456,7 @@ function Attempt:stop(grace, reason, on_told)
       on_stderr = on_told and hear,
     })
   end)
-  return records.reply(answer.stdout)
+  return answer.code == 0 and records.reply(answer.stdout) or nil
 end
 
 --- How the attempt ended, from its record.

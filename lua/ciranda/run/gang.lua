@@ -75,6 +75,7 @@ local REASONS = 5
 ---@field tail_size integer
 ---@field outcome ciranda.run.Outcome?
 ---@field told boolean? it has been asked to stop
+---@field record table? how it has ended, as its guard said to the stop: its log may still be on its way
 ---@field gone boolean? it has answered the go
 ---@field joining ciranda.task.Event? it has still to be found, and started if it was not; set when that is over
 
@@ -472,19 +473,28 @@ function Gang:stop_all(grace, reason)
     if member.outcome then
       return settled(member)
     end
-    local ok, problem = pcall(member.attempt.stop, member.attempt, grace, reason, function()
+    local ok, answer = pcall(member.attempt.stop, member.attempt, grace, reason, function()
       member.told = true
       settled(member)
     end)
     settled(member)
-    if not ok then
-      if err.is_fatal(problem) then
-        error(problem, 0)
-      end
-      problems[member.worker] = tostring(problem)
+    if ok then
+      member.record = answer
+    elseif err.is_fatal(answer) then
+      error(answer, 0)
+    else
+      problems[member.worker] = tostring(answer)
     end
   end)
   return problems
+end
+
+--- How long it would be to the KILL if the gang were stopped now: a stop that is under way may come to it sooner.
+---@param grace number seconds
+---@return number seconds what is left of the other stop, to a tenth
+function Gang:until_kill(grace)
+  local left = self.stopping and self.stopping.at + self.stopping.grace - clock.now() or grace
+  return left >= grace and grace or math.max(0, math.floor(left * 10 + 0.5) / 10)
 end
 
 --- Stops the gang: TERM to everybody now, KILL when the grace is over. Returns at once; `watch` sees the end.

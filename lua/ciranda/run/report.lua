@@ -147,10 +147,21 @@ function M.unseen(verdict)
   return table.move(lines, 1, math.min(#lines, UNSEEN), 1, {})
 end
 
+--- What a worker is at in a stop, in the order in which it is told.
+local STOP_STATES =
+  { "does not answer", "not told yet", "told", "at the sync point", "ended, its log is on its way", "ended" }
+
+---@class ciranda.run.StopRow where one worker is in a stop
+---@field worker ciranda.Worker
+---@field ended boolean
+---@field synced boolean it stands at the agreed step
+---@field untold boolean? it has not taken the request
+---@field silent boolean? and nothing else has come from it either
+---@field behind boolean? it has ended, and the end of its log is not here
+
 --- How far a stop is: workers of one state together.
 ---@param word string what the others do: Saving, Stopping
----@param rows { worker: ciranda.Worker, ended: boolean, synced: boolean, untold: boolean? }[] synced: it stands at the
----  agreed step; untold: it has not answered since
+---@param rows ciranda.run.StopRow[]
 ---@param seconds number since the request
 ---@return string text
 ---@return string state the same without the time
@@ -158,13 +169,14 @@ function M.stop_state(word, rows, seconds)
   local groups, pieces = {}, {}
   for _, row in ipairs(rows) do
     local state = row.ended and "ended"
+      or row.behind and "ended, its log is on its way"
       or row.synced and "at the sync point"
-      or row.untold and "does not answer"
+      or row.untold and (row.silent and "does not answer" or "not told yet")
       or "told"
     groups[state] = groups[state] or {}
     table.insert(groups[state], row.worker)
   end
-  for _, state in ipairs({ "does not answer", "told", "at the sync point", "ended" }) do
+  for _, state in ipairs(STOP_STATES) do
     if groups[state] then
       pieces[#pieces + 1] = ("%s: %s"):format(state, nodeset.fold(groups[state]))
     end

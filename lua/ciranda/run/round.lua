@@ -212,7 +212,7 @@ function Round:obey(gang, notice, finished)
   end
   local passed = math.max(0, clock.wall() - notice.at)
   local grace = math.max(1, notices.GRACE[notice.cause] - passed)
-  self:say("TERM to every worker, KILL after %.0f s", grace)
+  self:say("TERM to every worker, KILL after %.0f s", gang:until_kill(grace))
   gang:stop(grace, notice.text)
   return before
 end
@@ -302,7 +302,7 @@ function Round:watch(gang)
       self:say(
         "%s: TERM to every worker, KILL after %g s; once more to leave at once (the stop goes on)",
         self.stopping,
-        grace
+        gang:until_kill(grace)
       )
       before = self.steps:look_before()
       gang:stop(grace, self.stopping .. " to the runner")

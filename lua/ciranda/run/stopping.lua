@@ -27,6 +27,8 @@ local function state(round, gang)
       ended = member.outcome ~= nil,
       synced = round.steps.synced[member.worker] ~= nil,
       untold = not member.told and seconds >= UNTOLD,
+      silent = clock.now() - member.attempt.last_contact >= UNTOLD,
+      behind = member.record ~= nil,
     }
   end
   local word = (round.stopping or round.notice) and "Saving" or "Stopping"

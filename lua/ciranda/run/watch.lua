@@ -25,6 +25,8 @@ local CLOCKS = 0.05
 --- Seconds between two looks at who has no connection, and how long one must have had none before it is asked whether
 --- its machine is gone.
 local LOOK_FOR_GONE, SILENT = 2, 3
+--- Seconds between two looks at whether the logs still come of those who have ended, when a stop is over.
+local LATE_LOOK = 0.5
 --- Seconds between two looks at who does not answer, at least.
 local LOOK_FOR_SILENT = 1
 --- Logs of ended workers that are fetched at the same time.
@@ -77,20 +79,25 @@ function M.leader_ended(gang, worker, leader)
   end
 end
 
+--- Says that a log is not all here.
+---@private
+---@param worker ciranda.Worker
+---@param why string
+function Watch:log_cut(worker, why)
+  local text = "The log of slice %d worker %d is not all here: %s"
+  self.gang:remark_on(
+    worker,
+    "their logs are not all here either",
+    text:format(worker.slice, worker.index, why)
+  )
+end
+
 --- The log of a member that has ended, which was not followed while it ran.
 ---@private
 function Watch:fetch(member, take)
   local record, why = self.fetching:with(member.attempt.follow, member.attempt, take)
   if not record then
-    self.gang:remark_on(
-      member.worker,
-      "their logs are not all here either",
-      ("The log of slice %d worker %d is not all here: %s"):format(
-        member.worker.slice,
-        member.worker.index,
-        why
-      )
-    )
+    self:log_cut(member.worker, why)
   end
 end
 
@@ -144,10 +151,28 @@ function Watch:join(member)
   return why or not ok and tostring(problem) or nil
 end
 
+--- Adds to how a member ended what the end of its log says, and whether our stop was it.
+---@private
+---@param member ciranda.run.GangMember
+---@param outcome ciranda.run.Outcome changed
+function Watch:complete(member, outcome)
+  outcome.tail = table.concat(member.tail):sub(-TAIL)
+  member.tail, member.tail_size = {}, 0
+  cause.read(outcome)
+  local stopping = self.gang.stopping
+  -- After a failure the order of all ends is what tells the cause: there no doubt of the clocks may hide one.
+  local doubt = stopping and stopping.failure and CLOCKS or math.max(CLOCKS, member.attempt.clock_error or 0)
+  if stopping and not outcome.lost and outcome.at and outcome.at >= stopping.wall - doubt then
+    -- Members that agree on their last step may end before our word has reached each of them.
+    outcome.stopped = true
+    outcome.took = outcome.took or math.max(0, outcome.at - stopping.wall)
+  end
+end
+
 --- One member's log followed to its end, and what it ended with.
 ---@private
 function Watch:follow(member)
-  local gang, options = self.gang, self.gang.options
+  local options = self.gang.options
   local live = not options.live or options.live(member.worker)
   local function take(bytes)
     if not member.outcome then
@@ -161,6 +186,12 @@ function Watch:follow(member)
   local why = member.joining and self:join(member)
   if not why then
     record, why = member.attempt:follow(live and take or nil)
+    if not record and member.record then
+      record = member.record
+      if live then
+        self:log_cut(member.worker, why)
+      end
+    end
   end
   local outcome = member.attempt:outcome(record, why)
   if record and cause.failed(outcome) and not outcome.stopped then
@@ -175,17 +206,7 @@ function Watch:follow(member)
       error(text, 0)
     end
   end
-  outcome.tail = table.concat(member.tail):sub(-TAIL)
-  member.tail, member.tail_size = {}, 0
-  cause.read(outcome)
-  local stopping = gang.stopping
-  -- After a failure the order of all ends is what tells the cause: there no doubt of the clocks may hide one.
-  local doubt = stopping and stopping.failure and CLOCKS or math.max(CLOCKS, member.attempt.clock_error or 0)
-  if stopping and not outcome.lost and outcome.at and outcome.at >= stopping.wall - doubt then
-    -- Members that agree on their last step may end before our word has reached each of them.
-    outcome.stopped = true
-    outcome.took = outcome.took or math.max(0, outcome.at - stopping.wall)
-  end
+  self:complete(member, outcome)
   self:ended(member, outcome)
   -- The others are told to stop meanwhile.
   if not live and record then
@@ -280,21 +301,45 @@ function Watch:verdict()
   return cause.first(ended)
 end
 
---- Counts a member as lost, whatever its follower is doing.
+--- Ends a member's part with what is known, whatever its follower is doing.
 ---@private
 ---@param member ciranda.run.GangMember
+---@param record table? nil: it counts as lost
 ---@param why string
 ---@param gone boolean? its machine is no more
-function Watch:give_up(member, why, gone)
+function Watch:give_up(member, record, why, gone)
   self.followers[member]:cancel(why)
   if member.outcome then
     return
   end
-  local outcome = member.attempt:outcome(nil, why)
+  local outcome = member.attempt:outcome(record, why)
   outcome.gone = gone
+  if record then
+    self:complete(member, outcome)
+    self:log_cut(member.worker, why)
+  end
   self:ended(member, outcome)
   if self.gang.options.on_outcome then
-    self.gang.options.on_outcome(member.outcome)
+    self.gang.options.on_outcome(outcome)
+  end
+end
+
+--- The time for a stop is over: who has not ended counts as lost. Who has, as its guard has said, is only behind with
+--- its log: that is waited for as long as it comes.
+---@private
+---@param patience number seconds in which nothing may come
+function Watch:give_up_late(patience)
+  for member in pairs(self.followers) do
+    local silent = lag.clock() - member.attempt.heard
+    if member.record and not member.outcome then
+      if silent > patience then
+        self:give_up(member, member.record, ("nothing of it has come for %.0f s"):format(silent))
+      end
+    elseif not member.outcome then
+      local why = member.told and "it did not end after KILL"
+        or ("it could not be told to stop, and has not answered for %.0f s"):format(silent)
+      self:give_up(member, nil, why)
+    end
   end
 end
 
@@ -313,7 +358,7 @@ function Watch:look_for_gone()
         if now - since[member] >= SILENT then
           local why = self.gang.options.machine_gone(member.worker)
           if why and not member.outcome then
-            self:give_up(member, why, true)
+            self:give_up(member, member.record, why, not member.record)
           end
         end
       end
@@ -377,36 +422,26 @@ local function watch(gang)
       aside[#aside + 1] = scope:spawn(gang.stop_all, gang, request.grace, request.reason)
     end
     if deadline and now > deadline then
-      for member in pairs(self.followers) do
-        if not member.outcome then
-          local silent = now - member.attempt.last_contact
-          self:give_up(
-            member,
-            member.told and "it did not end after KILL"
-              or ("it could not be told to stop, and has not answered for %.0f s"):format(silent)
-          )
-        end
-      end
-    else
-      self:look_for_silence()
-      local wait = math.min(30, options.silence or SILENCE)
-      if first_seen and not told then
-        wait = 0.2
-      elseif deadline then
-        wait = math.min(wait, deadline - now + 0.1)
-      end
-      wait = math.min(wait, self:look_for_stall(now, scope) or wait)
-      if gang.remark_at and now >= gang.remark_at then
-        gang:remark_together()
-      elseif gang.remark_at then
-        wait = math.min(wait, gang.remark_at - now + 0.01)
-      end
-      local ok, problem = pcall(task.timeout, wait, gang.changed.wait, gang.changed)
-      if not ok and not err.is(problem, "timeout") then
-        error(problem, 0)
-      end
-      gang.changed = task.event()
+      self:give_up_late(options.after_grace or AFTER_GRACE)
     end
+    self:look_for_silence()
+    local wait = math.min(30, options.silence or SILENCE)
+    if first_seen and not told then
+      wait = 0.2
+    elseif deadline then
+      wait = math.min(wait, math.max(deadline - now + 0.1, LATE_LOOK))
+    end
+    wait = math.min(wait, self:look_for_stall(now, scope) or wait)
+    if gang.remark_at and now >= gang.remark_at then
+      gang:remark_together()
+    elseif gang.remark_at then
+      wait = math.min(wait, gang.remark_at - now + 0.01)
+    end
+    local ok, problem = pcall(task.timeout, wait, gang.changed.wait, gang.changed)
+    if not ok and not err.is(problem, "timeout") then
+      error(problem, 0)
+    end
+    gang.changed = task.event()
   end
 end
 

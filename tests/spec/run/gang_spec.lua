@@ -692,6 +692,55 @@ describe("run.gang", function()
     assert.matches("it could not be told to stop, and has not answered for %d+ s", verdict.first.lost)
   end)
 
+  it("waits for the logs of those who have ended after a stop as long as they come", function()
+    make(1, 2)
+    local said = {}
+    local one = gang_of("echo up; sleep 300", {
+      after_grace = 1,
+      on_note = function(text)
+        said[#said + 1] = text
+      end,
+    })
+    local take, late = one.options.on_bytes, task.event()
+    one.options.on_bytes = function(worker, bytes)
+      take(worker, bytes)
+      -- The end of the first one's log comes piece by piece when it would have been given up; of the second, nothing.
+      repeat
+        task.sleep(0.05)
+        one.members[1].attempt:hear()
+      until worker.address == "0.0" and late:is_set()
+    end
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        first_line(one, "0.0")
+        first_line(one, "0.1")
+        one:stop(0.2, "the user")
+        patience.wait_for("the end of the second", function()
+          return one.members[2].outcome
+        end)
+        task.sleep(0.2)
+        assert.is_nil(one.members[1].outcome)
+        late:set()
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.is_nil(verdict.first)
+    assert.equal(2, #verdict.stopped)
+    for place, address in ipairs({ "0.0", "0.1" }) do
+      local outcome = one.members[place].outcome
+      assert.equal(143, outcome.code)
+      assert.equal("up\n", outcome.tail)
+      assert.equal(remote_log(one, address), one.logs[address])
+    end
+    assert.matches("^The log of slice 0 worker 1 is not all here: nothing of it has come for %d+ s$", said[1])
+    assert.equal(1, #said)
+  end)
+
   it("does not count as silence that it did not run itself", function()
     make(1, 2)
     local flag = root .. "/end"
@@ -841,7 +890,11 @@ describe("run.gang", function()
     task.all({
       function()
         all_up()
+        assert.equal(300, one:until_kill(300))
         one:stop(300, "the user asked")
+        local left = one:until_kill(600)
+        assert.is_true(left > 200 and left <= 300 and left * 10 % 1 == 0, left)
+        assert.equal(0.5, one:until_kill(0.5))
         task.sleep(0.3)
         one:stop(0.5, "the user asked again")
       end,

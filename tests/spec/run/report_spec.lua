@@ -33,10 +33,16 @@ describe("run.report", function()
 
   it("tells who has not heard of a stop apart", function()
     local text = report.stop_state("Stopping", {
-      { worker = worker(0, 0), ended = false, synced = false, untold = true },
+      { worker = worker(0, 0), ended = false, synced = false, untold = true, silent = true },
       { worker = worker(0, 1), ended = false, synced = false },
+      { worker = worker(1, 0), ended = false, synced = false, untold = true },
+      { worker = worker(1, 1), ended = false, synced = true, behind = true },
     }, 7)
-    assert.equal("Stopping, 7 s: does not answer: slice0/worker0; told: slice0/worker1", text)
+    assert.equal(
+      "Stopping, 7 s: does not answer: slice0/worker0; not told yet: slice1/worker0; told: slice0/worker1; "
+        .. "ended, its log is on its way: slice1/worker1",
+      text
+    )
   end)
 
   it("tells equal ends together", function()
