@@ -4,6 +4,32 @@ local json = require("ciranda.io.json")
 
 local M = {}
 
+--- What readers of a fact take for granted, by its kind; of a number that it is a whole one.
+local NEEDED = {
+  runner = { id = "string", pid = "number", boot_id = "string", host = "string" },
+  left = { id = "string" },
+  object = { kind = "string", name = "string", phase = "string" },
+  attempt = { attempt = "string" },
+  staged = { slice = "number", worker = "number" },
+  exit = { slice = "number", worker = "number" },
+}
+
+--- Whether a line is a fact that can be relied on.
+---@param fact any
+---@return boolean
+local function is_fact(fact)
+  if type(fact) ~= "table" or type(fact.fact) ~= "string" or not math.tointeger(fact.us) then
+    return false
+  end
+  for name, wanted in pairs(NEEDED[fact.fact] or {}) do
+    local value = fact[name]
+    if type(value) ~= wanted or wanted == "number" and not math.tointeger(value) then
+      return false
+    end
+  end
+  return true
+end
+
 --- Reads facts from a journal's text.
 --
 -- A line that cannot be read is one that a crash or a full disk tore: it is skipped when it is the last one or
@@ -20,7 +46,7 @@ function M.parse(text, path)
     end
     number = number + 1
     local ok, fact = pcall(json.decode, line)
-    local good = ok and type(fact) == "table" and type(fact.fact) == "string" and ending == "\n"
+    local good = ok and ending == "\n" and is_fact(fact)
     if torn and not (good and fact.fact == "torn") then
       err.raise({
         code = "parse",

@@ -113,7 +113,7 @@ function M.standing(name, now)
       attempts = 0,
       objects = json.array({}),
       breathed = breathed,
-      problem = state.message,
+      problem = tostring(state),
     }
   end
   local last = state.attempts[#state.attempts]

@@ -220,7 +220,7 @@ describe("recipes on the simulated cloud", function()
     fs.write(
       journal,
       '{"fact":"object","kind":"queued_resource","name":"q3","phase":"intent","project":"simulated-project",'
-        .. '"request_id":"11111111-2222-3333-4444-555555555555","zone":"us-west4-a"}\n'
+        .. '"request_id":"11111111-2222-3333-4444-555555555555","us":1,"zone":"us-west4-a"}\n'
     )
     local result = ciranda("gc", "--DELETE=true")
     assert.matches("not ours +nobody +forget", result.out)

@@ -109,7 +109,7 @@ describe("run.journal", function()
         { id = "x", pid = uv.os_getpid(), start_time = 1, boot_id = "", host = host },
         { id = "y", pid = 2 ^ 22 | 0, start_time = 1, boot_id = "other", host = host },
       }) do
-        dead.fact = "runner"
+        dead.fact, dead.us = "runner", 1
         write("r1", json.encode(dead) .. "\n", "a")
       end
       journal.open("r1"):close(0)
@@ -122,7 +122,7 @@ describe("run.journal", function()
       journal.open("r1"):close()
       write(
         "r1",
-        json.encode({ fact = "runner", id = "z", pid = 1, host = "elsewhere", boot_id = "b" }) .. "\n",
+        json.encode({ fact = "runner", us = 1, id = "z", pid = 1, host = "elsewhere", boot_id = "b" }) .. "\n",
         "a"
       )
       local ok, e = pcall(journal.open, "r1")
@@ -178,6 +178,30 @@ describe("run.journal", function()
       assert.equal("parse", e.code)
       assert.matches("line 1 is no fact", e.message)
       assert.matches("Mend that line, or move %S+/runs/[^/]+ away: ", e.message)
+    end)
+  )
+
+  it(
+    "refuses a line whose fields are not what such a fact has, and knows nothing of facts to come",
+    in_task(function()
+      journal.open("r1"):close()
+      local good = text("r1")
+      for _, line in ipairs({
+        '{"fact":"later","us":"x"}',
+        '{"fact":"later"}',
+        '{"fact":"runner","us":1,"id":"i","pid":"1","host":"h","boot_id":"b"}',
+        '{"fact":"runner","us":1,"id":"i","pid":1.5,"host":"h","boot_id":"b"}',
+        '{"fact":"object","us":1,"kind":"node","phase":"created"}',
+        '{"fact":"attempt","us":1}',
+        '{"fact":"exit","us":1,"attempt":"a","slice":0}',
+      }) do
+        write("r1", line .. "\n" .. good, "w")
+        local ok, e = pcall(journal.read, "r1")
+        assert.is_false(ok, line)
+        assert.matches("line 1 is no fact", e.message)
+      end
+      write("r1", '{"fact":"later","us":1,"runner":{}}\n' .. good, "w")
+      assert.equal(1, journal.read("r1").first_us)
     end)
   )
 
