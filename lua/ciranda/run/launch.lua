@@ -260,6 +260,23 @@ local function renew(options, journal, last)
   end
 end
 
+--- Gives the workers back. A Ctrl-C too many must not leave them taken, nor hide how the run ended: nobody waits long
+--- for what is left to do. The next one is heard.
+---@async
+---@param options ciranda.run.LaunchOptions
+---@param lease ciranda.run.Lease
+---@param over boolean the run has ended by itself
+local function give_back(options, lease, over)
+  local heard = not over
+  local remove = options.on_interrupt(function(name)
+    local first = not heard and endings.STOPPED[name] ~= nil
+    heard = heard or first
+    return first
+  end)
+  local _ <close> = setmetatable({}, { __close = remove })
+  task.shield(lease.release, lease, leases.links_of(options.fleet), options.unconnected)
+end
+
 --- Attempts until one has ended the run: done, stopped, or beyond its budget.
 ---@param options ciranda.run.LaunchOptions fleet and environment_of change with the machines
 ---@param journal ciranda.Journal
@@ -279,10 +296,10 @@ local function continue(options, journal, result)
     end
   end)
   local finally <close> = setmetatable({}, {
-    __close = function()
+    __close = function(_, problem)
       keeper:cancel("the run is over")
       if idle and result.kind ~= "detached" then
-        lease:release(leases.links_of(options.fleet), options.unconnected)
+        give_back(options, lease, problem == nil)
       end
       if options.fleet ~= given then
         options.fleet:close()

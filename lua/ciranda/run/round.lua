@@ -466,7 +466,8 @@ function Round:run()
   local _ <close> = setmetatable({}, {
     __close = function(_, problem)
       if problem and not gang.started then
-        gang.options.lease:release(leases.links_of(self.options.fleet))
+        local lease = gang.options.lease
+        task.shield(lease.release, lease, leases.links_of(self.options.fleet))
       end
     end,
   })

@@ -133,6 +133,33 @@ describe("a runner that is busy minds its signals:", function()
     assert.same({ 130, "interrupted" }, { result.status, result.kind }, text())
   end)
 
+  it("one Ctrl-C too many leaves no worker taken, and the run as it has ended", function()
+    for signals = 1, 2 do
+      local scope <close> = scope_of()
+      local options, asked, answer = settings("true"), task.event(), task.event()
+      options.run = "late" .. signals
+      machines["1.0"].hang = function(command)
+        if command:find("flock -w 5", 1, true) then
+          asked:set()
+          answer:wait()
+        end
+        return false
+      end
+      local running, signal = begin(scope, options)
+      task.timeout(60, asked.wait, asked)
+      for _ = 1, signals do
+        signal("SIGINT")
+      end
+      answer:set()
+      local result = result_of(running)
+      assert.same({ 0, "done" }, { result.status, result.kind })
+      assert.equal("done", runs.standing(options.run).kind)
+      for _, machine in pairs(machines) do
+        assert.is_nil(uv.fs_stat(machine.home .. "/ciranda_lease.tester"))
+      end
+    end
+  end)
+
   it("a worker that is not found again keeps nobody from stopping the others", function()
     local scope <close> = scope_of()
     local options = settings(ENDLESS, { checkpoint_directory = place.root .. "/shared" })
