@@ -94,7 +94,15 @@ function M.run(context)
     worker.logBytes = worker.log and worker.log.size
     worker.log = worker.log and ("gs://%s/%s"):format(place.bucket, worker.log.name)
   end, 16)
-  tables.print(workers, { columns = COLUMNS, filter = flags.filter, format = flags.format })
+  tables.print(workers, {
+    columns = COLUMNS,
+    filter = flags.filter,
+    format = flags.format,
+    record = context.json and function(worker)
+      worker.event = "worker"
+      return worker
+    end,
+  })
   local total = place.workers or #workers
   local state = queued_resource_state(context, known)
   local all = finished > 0 and finished >= total

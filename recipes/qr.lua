@@ -86,16 +86,29 @@ local COLUMNS = {
   { "STATE", "state.state" },
 }
 
+--- With --json: the record of a message.
+---@param context ciranda.cli.Context
+local function record(context)
+  return context.json
+    and function(message)
+      return { event = "queued_resource", queued_resource = message }
+    end
+end
+
 local run = {}
 
 function run.list(context, tpu)
-  local messages = tpu:list_queued_resources(tables.needed(context.flags))
+  local messages = tpu:list_queued_resources(not context.json and tables.needed(context.flags) or nil)
   tables.sort(messages)
-  tables.print(messages, { columns = COLUMNS, filter = context.flags.filter, format = context.flags.format })
+  local flags = context.flags
+  tables.print(
+    messages,
+    { columns = COLUMNS, filter = flags.filter, format = flags.format, record = record(context) }
+  )
 end
 
 function run.describe(context, tpu)
-  tables.print_one(tpu:queued_resource(context.flags.NAME):get(), context.flags.format)
+  tables.print_one(tpu:queued_resource(context.flags.NAME):get(), context.flags.format, record(context))
 end
 
 --- How a wait says each new state.

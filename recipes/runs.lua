@@ -60,9 +60,12 @@ end
 function M.run(context)
   local flags, now = context.flags, os.time()
   tables.check(flags)
+  local record = context.json and function(item)
+    return { event = "run", run = item }
+  end
   if flags.RUN then
     runs.read(flags.RUN)
-    tables.print_one(runs.standing(flags.RUN, now), flags.format)
+    tables.print_one(runs.standing(flags.RUN, now), flags.format, record)
     return
   end
   local items, unreadable = {}, 0
@@ -80,14 +83,13 @@ function M.run(context)
     end
     return a.name < b.name
   end)
-  if context.json then
-    for _, item in ipairs(items) do
-      context.progress:event({ event = "run", run = item })
-    end
-  elseif #items == 0 and not flags.format then
+  if #items == 0 and not (flags.format or context.json) then
     context.progress:say("There are no runs in %s", journals.directory())
   else
-    tables.print(items, { columns = columns(now), filter = flags.filter, format = flags.format })
+    tables.print(
+      items,
+      { columns = columns(now), filter = flags.filter, format = flags.format, record = record }
+    )
   end
   return unreadable > 0 and 1 or 0
 end

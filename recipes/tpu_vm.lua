@@ -76,18 +76,30 @@ local COLUMNS = {
   { "STATUS", "state" },
 }
 
+--- With --json: the record of a message.
+---@param context ciranda.cli.Context
+local function record(context)
+  return context.json and function(message)
+    return { event = "node", node = message }
+  end
+end
+
 local run = {}
 
 function run.list(context, tpu)
-  local messages = tpu:list_nodes(tables.needed(context.flags))
+  local messages = tpu:list_nodes(not context.json and tables.needed(context.flags) or nil)
   tables.sort(messages)
-  tables.print(messages, { columns = COLUMNS, filter = context.flags.filter, format = context.flags.format })
+  local flags = context.flags
+  tables.print(
+    messages,
+    { columns = COLUMNS, filter = flags.filter, format = flags.format, record = record(context) }
+  )
 end
 
 function run.describe(context, tpu)
   -- Only v2alpha1 tells everything, autocheckpointEnabled among it.
   local message = tpu:call("nodes.get", { node = context.flags.NAME, version = "v2alpha1" })
-  tables.print_one(message, context.flags.format)
+  tables.print_one(message, context.flags.format, record(context))
 end
 
 --- Waits for a state and says each new one.

@@ -190,18 +190,54 @@ local function own_flag(recipe, name)
   return name
 end
 
+local told -- that output was lost
+
 --- What was printed must be there: a list that a full disk has cut looks like a short one. A recipe with a verdict of
 --- its own keeps it.
 ---@param judged boolean
 local function check_output(judged)
-  local lost = require("ciranda.io.stdio").lost()
+  local lost = not told and require("ciranda.io.stdio").lost()
   if lost then
+    told = true
     local message = ("what was printed is not all there: standard output: %s"):format(lost)
     if not judged then
       errors.raise { code = "io", message = message }
     end
     io.stderr:write("ciranda: ", message, "\n")
   end
+end
+
+--- What must be right before a recipe runs: that it is there, its flags, its simulated cloud.
+---@param command ciranda.cli.Command
+---@return table? recipe nil when its help was all that was wanted
+---@return table values
+---@return table<string, true> given
+---@return table? simulator to be closed
+local function prepare(command)
+  local recipe = M.load(command.name)
+  local values, given = flags.parse(command.name, recipe, command.args)
+  if values.help then
+    io.write(flags.help(command.name, recipe), "\n")
+    check_output(false)
+    return nil, values, given
+  end
+  require("ciranda.cli.prompt").install()
+  return recipe, values, given, command.sim and start_simulator(command.sim, values, recipe.creates) or nil
+end
+
+--- The last record of what has failed. Raises it.
+---@param context ciranda.cli.Context
+---@param problem any
+local function fail(context, problem)
+  if errors.is(problem, "cancelled") or errors.is(problem, "interrupted") then
+    local code, signal = session.interrupted_status()
+    local message = ("interrupted: by %s, exit status %d"):format(signal or "the program", code)
+    announce(context, { kind = "interrupted", status = code, message = message })
+  else
+    local kind, code = kind_of(problem)
+    announce(context, { kind = kind, status = code, message = context.json and tostring(problem) or nil })
+  end
+  error(problem, 0)
 end
 
 --- Runs a recipe from its command line.
@@ -212,19 +248,9 @@ function M.main(command)
   -- It asks a run to save. Before the run is there it must not end what is about to take the run up.
   engine.catch_signal("SIGUSR1")
   return session.run(function()
-    local recipe = M.load(command.name)
-    local values, given = flags.parse(command.name, recipe, command.args)
-    if values.help then
-      io.write(flags.help(command.name, recipe), "\n")
-      check_output(false)
-      return 0
-    end
-    require("ciranda.cli.prompt").install()
     local result
     local context = {
       name = command.name,
-      flags = values,
-      given = given,
       args = command.args,
       json = command.json,
       progress = progress.new { json = command.json },
@@ -233,28 +259,29 @@ function M.main(command)
         result = given_result
       end,
     }
-    local _ <close> = command.sim and start_simulator(command.sim, values, recipe.creates) or nil
+    local prepared, recipe, values, given, simulator = xpcall(prepare, with_traceback, command)
+    if not prepared then
+      fail(context, recipe)
+    elseif not recipe then
+      return 0
+    end
+    context.flags, context.given = values, given
+    local _ <close> = simulator
     local ok, status = xpcall(recipe.run, with_traceback, context)
     context.progress:close()
     if errors.is(status, "usage") and status.flag then
       status.message = status.message:gsub("%-%-" .. status.flag, "--" .. own_flag(recipe, status.flag))
     end
-    if ok then
-      check_output(result ~= nil or (status or 0) ~= 0)
-      result = result or { kind = (status or 0) == 0 and "done" or "failed" }
-      result.status = status or result.status or 0
-      announce(context, result)
-      return result.status
+    if not ok then
+      fail(context, status)
     end
-    if errors.is(status, "cancelled") or errors.is(status, "interrupted") then
-      local code, signal = session.interrupted_status()
-      local message = ("interrupted: by %s, exit status %d"):format(signal or "the program", code)
-      announce(context, { kind = "interrupted", status = code, message = message })
-      error(status, 0)
-    end
-    local kind, code = kind_of(status)
-    announce(context, { kind = kind, status = code, message = context.json and tostring(status) or nil })
-    error(status, 0)
+    local judged = result ~= nil or (status or 0) ~= 0
+    check_output(judged)
+    result = result or { kind = (status or 0) == 0 and "done" or "failed" }
+    result.status = status or result.status or 0
+    announce(context, result)
+    check_output(judged) -- that was the last record
+    return result.status
   end)
 end
 

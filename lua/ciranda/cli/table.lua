@@ -205,9 +205,19 @@ local function tell_absent(items, paths)
   end
 end
 
+--- Prints items as the records of --json, one a line.
+---@param items table[]
+---@param record fun(item: table): table
+local function print_records(items, record)
+  for _, item in ipairs(items) do
+    io.write(json.encode(record(item)), "\n")
+  end
+end
+
 --- Prints a list on standard output.
 ---@param items table[]
----@param options { columns: ciranda.cli.Column[], filter: string?, format: string? }
+---@param options { columns: ciranda.cli.Column[], filter: string?, format: string?,
+---  record: (fun(item: table): table)? } record: with --json, makes an item's record; columns and format are not used
 -- Raises "usage" for the filter or the format.
 function M.print(items, options)
   local format = parsed(options.format)
@@ -222,7 +232,9 @@ function M.print(items, options)
       end
     end
   end
-  if format and format.kind ~= "json" then
+  if options.record then
+    return print_records(chosen, options.record)
+  elseif format and format.kind ~= "json" then
     return print_fields(format, chosen)
   elseif format then
     io.write(json.encode(json.array(chosen), { indent = true }), "\n")
@@ -252,10 +264,13 @@ end
 --- Prints one thing: JSON, or some of its fields.
 ---@param item table
 ---@param format string?
+---@param record (fun(item: table): table)? with --json, makes its record
 -- Raises "usage" for the format.
-function M.print_one(item, format)
+function M.print_one(item, format, record)
   local wanted = parsed(format)
-  if wanted and wanted.kind ~= "json" then
+  if record then
+    print_records({ item }, record)
+  elseif wanted and wanted.kind ~= "json" then
     print_fields(wanted, { item })
   else
     io.write(json.encode(item, { indent = true }), "\n")

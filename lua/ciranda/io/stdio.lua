@@ -21,6 +21,7 @@ local stock = {
   output = io.output,
   read = io.read,
   write = io.write,
+  flush = io.flush,
   lines = io.lines,
   close = io.close,
 }
@@ -439,6 +440,15 @@ function M.write(...)
   return M.note(stock.write(...))
 end
 
+--- io.flush.
+---@async
+function M.flush()
+  if default.output then
+    return default.output:flush()
+  end
+  return M.note(stock.flush())
+end
+
 --- io.lines.
 ---@async
 ---@param name string? the default input's without one
@@ -474,7 +484,7 @@ function M.install()
   end
   registry["ciranda.io.stdio"] = M
   rawset(os, "execute", M.execute)
-  for _, name in ipairs({ "popen", "type", "input", "output", "read", "write", "lines", "close" }) do
+  for _, name in ipairs({ "popen", "type", "input", "output", "read", "write", "flush", "lines", "close" }) do
     rawset(io, name, M[name])
   end
 end

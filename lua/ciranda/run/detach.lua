@@ -2,6 +2,7 @@
 --- again as `attach`.
 local engine = require("ciranda.core.engine")
 local err = require("ciranda.io.error")
+local json = require("ciranda.io.json")
 local local_guard = require("ciranda.run.local_guard")
 local runs = require("ciranda.run.runs")
 local shell = require("ciranda.io.shell")
@@ -66,6 +67,36 @@ local function own_words()
   return before, after
 end
 
+--- What shows the runner's own output here, on standard error; with --json its records, but the last one, on standard
+--- output.
+---@param context ciranda.cli.Context
+---@return fun(bytes: string) sink
+---@return table last has the field `record`, the runner's last record, when that has come
+local function shown(context)
+  local last = {}
+  if not context.json then
+    return function(bytes)
+      io.stderr:write(bytes)
+    end, last
+  end
+  local rest = ""
+  return function(bytes)
+    rest = (rest .. bytes):gsub("[^\n]*\n", function(line)
+      local ok, record = pcall(json.decode, line)
+      record = ok and type(record) == "table" and record.event and record
+      if record and record.event == "end" then
+        last.record = record
+      elseif record then
+        context.progress:event(record)
+      else
+        io.stderr:write(line)
+      end
+      return ""
+    end)
+  end,
+    last
+end
+
 --- Starts the runner that this command line means, without --detach, waits until COMMAND runs on the workers (or the
 --- runner has ended), and says how to follow.
 ---@async
@@ -105,11 +136,10 @@ function M.run(context, run, attaching)
   end)
   local _ <close> = setmetatable({}, { __close = remove })
   guarded:start(script, { shell = "/bin/sh", keep = KEEP })
+  local sink, last = shown(context)
   local ok, first, record = pcall(task.race, {
     function()
-      return guarded:follow(0, function(bytes)
-        io.stderr:write(bytes)
-      end)
+      return guarded:follow(0, sink)
     end,
     function()
       repeat
@@ -131,7 +161,8 @@ function M.run(context, run, attaching)
     error(first, 0)
   elseif first == 1 then
     local status = record and math.tointeger(record.status) or 1
-    context.finish({ kind = status == 0 and "done" or "failed", status = status })
+    local said = last.record or { kind = status == 0 and "done" or "failed" }
+    context.finish({ kind = said.kind, status = status, message = said.message })
     return status
   end
   local status = first == 3 and 129 or 0

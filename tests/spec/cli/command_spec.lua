@@ -50,6 +50,8 @@ describe("the command line", function()
     end
     local LOST = "what was printed is not all there: standard output: No space left on device\nstatus "
     assert.matches(LOST .. "1\n", into(">/dev/full", "runs", "--help"), 1, true)
+    -- Records too, of which each is written by itself.
+    assert.matches(LOST .. "1\n", into(">/dev/full", "--json", "runs"), 1, true)
     -- A verdict of its own stays.
     fs.write(
       directory .. "/judged.lua",
@@ -76,6 +78,22 @@ describe("the command line", function()
     assert.equal("the last line", record.message)
     assert.equal("user", record.kind)
     assert.equal(4, record.status)
+  end)
+
+  it("ends with that record also where the recipe was not come to", function()
+    for _, words in ipairs {
+      { "nosuch" },
+      { "logs" },
+      { "run", directory .. "/mine.lua", "--NONE=1" },
+      { "run", directory .. "/helper.lua" },
+      { "run", "--sim", "--sim-nosuch=1", "runs" },
+    } do
+      local result = ciranda("--json", table.unpack(words))
+      local record = json.decode(result.stdout)
+      assert.same({ "end", "usage", 2 }, { record.event, record.kind, record.status })
+      assert.equal("ciranda: " .. record.message .. "\n", result.stderr)
+      assert.equal(2, result.code)
+    end
   end)
 
   it("says in the last line by which signal it was interrupted", function()

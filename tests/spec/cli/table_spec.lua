@@ -98,6 +98,24 @@ describe("tables", function()
     }) do
       assert.equal(expected, printed(format), format)
     end
+    -- With --json each is a record of its own, and the filter holds.
+    written = {}
+    io.write = function(...) -- luacheck: ignore 122
+      written[#written + 1] = table.concat({ ... })
+    end
+    local function record(item)
+      return { event = "node", state = item.state }
+    end
+    local fine, trouble = pcall(function()
+      tables.print(ITEMS, { columns = {}, filter = "name:job-0", format = "json", record = record })
+      tables.print_one(ITEMS[2], "value(name)", record)
+    end)
+    io.write = write -- luacheck: ignore 122
+    assert.is_true(fine, tostring(trouble))
+    assert.equal(
+      '{"event":"node","state":"READY"}\n{"event":"node","state":"STOPPED"}\n',
+      table.concat(written)
+    )
     assert.equal("state,id\nREADY,a\n", printed("csv(state.state,list[0].id)", ITEMS[3]))
     for _, format in ipairs({
       "yaml",

@@ -378,6 +378,22 @@ describe("guard on this machine", function()
     })
     assert.is_true(result.code ~= 0)
     assert.matches("not-there", result.err, 1, true)
+    -- With --json its records are those of this program, and nothing else is on standard output.
+    result = place:run("--json", {
+      "multihost_runner",
+      "--detach",
+      "--RUN_NAME=" .. place:name("nothing"),
+      "--SCRIPT_DIR=" .. code,
+      "--SETUP=exit 4",
+      "--COMMAND=true",
+    })
+    local events, last = {}, nil
+    for line in result.out:gmatch("[^\n]+") do
+      last = json.decode(line)
+      events[last.event] = (events[last.event] or 0) + 1
+    end
+    assert.same({ "end", 1, "staging" }, { last.event, events["end"], last.kind }, result.out .. result.err)
+    assert.is_true(events.message > 0)
     local simulated = place:run(
       "run",
       { "--sim", "multihost_runner", "--detach", "--TPU_PREFIX=a", "--COMMAND=true" },
