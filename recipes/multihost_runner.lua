@@ -262,7 +262,11 @@ end
 function M.run(context, hooks)
   local flags = context.flags
   local run = M.run_name(context)
-  local hooks_of_user = flags.HOOKS and run_hooks.load(flags.HOOKS) or nil
+  local hooks_of_user = flags.HOOKS
+      and run_hooks.load(flags.HOOKS, context.json and function(...)
+        context.progress:say(...)
+      end)
+    or nil
   if flags.detach then
     return require("ciranda.run.detach").run(context, run)
   end

@@ -37,10 +37,13 @@ function M.on_interrupt(handler)
   end
 end
 
---- The status for the signal that ended the root task.
+--- The status for what ended the root task: a signal, or os.exit.
 ---@return integer status
 ---@return string? signal its name
 function M.interrupted_status()
+  if exit_status then
+    return exit_status
+  end
   return SIGNAL_STATUS[interrupted_by] or 130, interrupted_by
 end
 

@@ -431,9 +431,12 @@ end
 --- the run.
 ---@param file string
 ---@param progress ciranda.cli.Progress
+---@param json boolean? standard output belongs to the JSON lines
 ---@return table<string, function>?
-local function hooks_again(file, progress)
-  local ok, loaded = pcall(hooks.load, file)
+local function hooks_again(file, progress, json)
+  local ok, loaded = pcall(hooks.load, file, json and function(...)
+    progress:say(...)
+  end)
   if ok then
     return loaded
   elseif not err.is(loaded, "usage") then
@@ -472,7 +475,7 @@ function M.attach(options)
       return require("ciranda.gcp.tpu").connect({ project = project, zone = zone })
     end)
   end
-  mine.hooks = last.hooks_file and hooks_again(last.hooks_file, options.progress) or nil
+  mine.hooks = last.hooks_file and hooks_again(last.hooks_file, options.progress, options.json) or nil
   -- What each worker was told besides is not kept: it is found out again before another attempt.
   mine.unknown_environment = last.environment_of
   -- The archive may be gone from here; then the workers go on with what they have.

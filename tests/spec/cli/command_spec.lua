@@ -110,6 +110,10 @@ describe("the command line", function()
     assert.same({ 143, "interrupted: by SIGTERM, exit status 143\n" }, { result.code, result.stderr })
     local record = json.decode(ciranda("--json", "run", recipe).stdout:match("([^\n]+)\n$"))
     assert.same({ "interrupted", 143 }, { record.kind, record.status })
+    -- Of one that leaves by itself the record has the program's status too.
+    fs.write(recipe, "return { run = function() os.exit(7) end }")
+    result = ciranda("--json", "run", recipe)
+    assert.same({ 7, 7 }, { result.code, json.decode(result.stdout:match("([^\n]+)\n$")).status })
   end)
 
   it("is not ended by a request to save that comes before there is what could save", function()

@@ -318,6 +318,14 @@ describe("run.hooks", function()
         assert.matches(message, e.message, 1, true)
       end
     end
+    -- Where standard output belongs to JSON lines, print does not write there.
+    local printed = {}
+    fs.write(path, "return { on_stall = function(what) print('at', what, nil) return io end }")
+    local quiet = hooks.load(path, function(format, ...)
+      printed[#printed + 1] = format:format(...)
+    end)
+    assert.equal(io, quiet.on_stall(100))
+    assert.same({ "at\t100\tnil" }, printed)
     fs.write(path, "return { on_stall = function() return 5 end }")
     local loaded = hooks.load(path)
     assert.equal(5, hooks.call(loaded, "on_stall", {}, print))
