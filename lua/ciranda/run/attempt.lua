@@ -31,7 +31,9 @@ local CLOCK = 10
 --- Lines, and bytes of each, that are repeated of what a step that failed has said.
 local LINES, LINE = 5, 500
 --- The guard's exit status for an attempt of which neither a guard nor a process is left.
-local GUARD_LOST = 3
+local GUARD_LOST, GUARD_FAILED = 3, 1
+--- What it says when it was killed while somebody waited for it.
+local ASK_AGAIN = "ask again"
 
 --- Reasons in a record: another attempt of ours has ended this one; the guard itself got SIGTERM, as at a shutdown.
 M.TAKEN = "another attempt takes its place"
@@ -433,16 +435,20 @@ function Attempt:remote_tail(bytes)
   return self:shell(("tail -c %d %s/log"):format(bytes, self.path)).stdout or ""
 end
 
---- Asks the command to stop: TERM, a grace, KILL. Returns when it has ended.
+--- Asks the command to stop: TERM, a grace, KILL. Returns when it has ended. Where the guard was killed meanwhile the
+--- next one is asked.
 ---@param grace number seconds
 ---@param reason string kept in the record
----@return table? record nil: it has not ended, or nobody knows how
 ---@param on_told fun()? the request has reached the worker: it is carried out whatever becomes of this program
--- Raises "lost" when the worker does not answer, "failed" when something is left after the KILL.
+---@return table? record nil: it is lost
+-- Raises "lost" when the worker does not answer, "failed" with the guard's words when it was not told in time, or
+-- something is left after the KILL.
 function Attempt:stop(grace, reason, on_told)
   local words = reason:gsub("[^%w%s_.:,()-]", ""):sub(1, 100)
+  local line = ('stop %%s --grace %.3f --reason "%s"'):format(grace, words)
+  local ends, pause = clock.now() + grace + SHORT, 0.2
   -- The guard answers when all has ended, and says on standard error that it knows.
-  local said = ""
+  local said
   local function hear(bytes)
     said = said .. bytes
     if said:find("asked\n", 1, true) then
@@ -450,13 +456,25 @@ function Attempt:stop(grace, reason, on_told)
       on_told()
     end
   end
-  local answer = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
-    return self:ask_guard(('stop %%s --grace %.3f --reason "%s"'):format(grace, words), {
-      timeout = grace + SHORT,
-      on_stderr = on_told and hear,
-    })
-  end)
-  return answer.code == 0 and records.reply(answer.stdout) or nil
+  while true do
+    local answer = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
+      said = ""
+      return self:ask_guard(line, { timeout = grace + SHORT, on_stderr = on_told and hear })
+    end)
+    local text = on_told and said or answer.stderr
+    if answer.code == 0 then
+      return records.reply(answer.stdout)
+    elseif answer.code and answer.code ~= GUARD_FAILED then
+      return nil -- whoever follows it learns that from the status
+    elseif clock.now() + pause >= ends or answer.code and not text:find(ASK_AGAIN, 1, true) then
+      self:expect(
+        { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = text },
+        "the stop"
+      )
+    end
+    task.sleep(pause)
+    pause = math.min(pause * 2, 5)
+  end
 end
 
 --- How the attempt ended, from its record.

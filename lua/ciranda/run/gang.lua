@@ -76,6 +76,7 @@ local REASONS = 5
 ---@field outcome ciranda.run.Outcome?
 ---@field told boolean? it has been asked to stop
 ---@field record table? how it has ended, as its guard said to the stop: its log may still be on its way
+---@field refusal string? why it could not be asked
 ---@field gone boolean? it has answered the go
 ---@field joining ciranda.task.Event? it has still to be found, and started if it was not; set when that is over
 
@@ -483,7 +484,8 @@ function Gang:stop_all(grace, reason)
     elseif err.is_fatal(answer) then
       error(answer, 0)
     else
-      problems[member.worker] = tostring(answer)
+      member.refusal = tostring(answer)
+      problems[member.worker] = member.refusal
     end
   end)
   return problems

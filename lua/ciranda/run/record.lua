@@ -60,7 +60,8 @@ function M.outcome(attempt, record, why)
     outcome.code = not outcome.signal and (number(leader.code) or number(record.status)) or nil
   end
   if not outcome.code and not outcome.signal then
-    outcome.lost = type(record.error) == "string" and record.error or "its status is unknown"
+    local error = type(record.error) == "string" and record.error or ""
+    outcome.lost = error ~= "" and error or "its status is unknown: its guard was killed"
   end
   return outcome
 end

@@ -337,6 +337,7 @@ function Watch:give_up_late(patience)
       end
     elseif not member.outcome then
       local why = member.told and "it did not end after KILL"
+        or member.refusal and "it could not be told to stop: " .. member.refusal
         or ("it could not be told to stop, and has not answered for %.0f s"):format(silent)
       self:give_up(member, nil, why)
     end

@@ -692,6 +692,48 @@ describe("run.gang", function()
     assert.matches("it could not be told to stop, and has not answered for %d+ s", verdict.first.lost)
   end)
 
+  it("asks again where the guard was killed under a stop, and says why another could not be asked", function()
+    make(1, 2)
+    local one = gang_of("echo up; sleep 300", { after_grace = 1 })
+    local asked = 0
+    local function refuse(member, words)
+      local ask_guard = member.attempt.ask_guard
+      member.attempt.ask_guard = function(self, line, options, ...)
+        asked = asked + (line:find("^stop ") and 1 or 0)
+        local answer = line:find("^stop ") and words(asked)
+        if answer then
+          options.on_stderr("ciranda-guard: " .. answer)
+          return { code = 1, stdout = "{}\n", stderr = "" }
+        end
+        return ask_guard(self, line, options, ...)
+      end
+    end
+    refuse(one.members[1], function(count)
+      return count < 3 and "r1 has lost its guard: ask again; the line above says what is known\n"
+    end)
+    one:stage()
+    one:go()
+    local verdict
+    task.all({
+      function()
+        first_line(one, "0.0")
+        first_line(one, "0.1")
+        refuse(one.members[2], function()
+          asked = asked - 1
+          return "r1 has a guard of another build; the line above says what is known\n"
+        end)
+        one:stop(1, "the user")
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal(3, asked)
+    assert.equal(143, one.members[1].outcome.code)
+    assert.equal("0.1", verdict.first.worker.address)
+    assert.matches("^it could not be told to stop: .*has a guard of another build", verdict.first.lost)
+  end)
+
   it("waits for the logs of those who have ended after a stop as long as they come", function()
     make(1, 2)
     local said = {}

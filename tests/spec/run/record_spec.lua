@@ -40,4 +40,11 @@ describe("run.record", function()
       assert.is_nil(record.outcome({ worker = attempt.worker, last_contact = clock.now() }).at)
     end
   )
+
+  it("says of a status that nobody knows why it is not known", function()
+    local unknown = { leader = { source = "unknown", ended_at = 110 }, ended_at = 111, error = "" }
+    assert.equal("its status is unknown: its guard was killed", record.outcome(attempt, unknown).lost)
+    unknown.error = "stopped before it was started"
+    assert.equal("stopped before it was started", record.outcome(attempt, unknown).lost)
+  end)
 end)
