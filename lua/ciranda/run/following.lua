@@ -109,8 +109,25 @@ local function skip_gap(attempt, first)
   end
 end
 
+--- Asks the worker through lost connections.
+---@param attempt ciranda.run.Attempt
+---@param what string
+---@param fn fun(): table
+---@return table? answer nil when the worker is lost
+---@return string? why it is lost
+local function ask(attempt, what, fn)
+  local ok, answer = pcall(attempt.persist, attempt, attempt.lost_after, what, fn)
+  if ok then
+    return answer
+  elseif err.is(answer, table.unpack(LOST)) then
+    return nil, answer.message
+  end
+  error(answer, 0)
+end
+
 --- Follows the log to its end, through lost connections; returns the exit record. With `leader_only` the end is the
 --- leader's, and what is returned for a record is the status line.
+---@async
 ---@param attempt ciranda.run.Attempt
 ---@param sink fun(bytes: string)? gets each byte of the log once, in order; nil: only the end is waited for
 ---@return table? record nil when the attempt is lost
@@ -119,26 +136,20 @@ end
 function M.follow(attempt, sink)
   local ended = false
   while true do
-    local ok, answer = pcall(attempt.persist, attempt, attempt.lost_after, "follow", function()
+    local answer, why = ask(attempt, "follow", function()
       return follow_once(attempt, sink)
     end)
-    if not ok then
-      if err.is(answer, table.unpack(LOST)) then
-        return nil, answer.message
-      end
-      error(answer, 0)
+    if not answer then
+      return nil, why
     end
     local idle = answer.code == GUARD_IDLE
     local status = records.reply(answer.stderr)
     if not status then
-      ok, status = pcall(attempt.persist, attempt, attempt.lost_after, "status", function()
+      status, why = ask(attempt, "status", function()
         return attempt:status()
       end)
-      if not ok then
-        if err.is(status, table.unpack(LOST)) then
-          return nil, status.message
-        end
-        error(status, 0)
+      if not status then
+        return nil, why
       end
     end
     note_status(attempt, status)
@@ -161,11 +172,12 @@ function M.follow(attempt, sink)
         return nil, "the machine was restarted"
       end
       -- Somebody killed both guarding processes: a new one watches what is left.
-      local adopted = attempt:persist(attempt.lost_after, "adopt", function()
+      local adopted
+      adopted, why = ask(attempt, "adopt", function()
         return attempt:ask_guard("adopt %s")
       end)
-      if adopted.code ~= 0 then
-        return nil, "the guard was killed and nothing of the command is left"
+      if not adopted or adopted.code ~= 0 then
+        return nil, why or "the guard was killed and nothing of the command is left"
       end
     elseif status.state == "staged" then
       return nil, "the command was never started"

@@ -635,6 +635,67 @@ describe("run.gang", function()
     assert.matches("has not answered", verdict.first.lost)
   end)
 
+  -- A gang of which a worker's two guarding processes have just been killed; its command ends when `over` is there.
+  local function without_guards()
+    make(1, 2)
+    local one =
+      gang_of("touch ../up; until [ -e ../over ]; do sleep 0.1; done; echo end; exit 7", { lost_after = 1 })
+    one:stage()
+    one:go()
+    all_up()
+    local status = one.members[1].attempt:status()
+    for _, pid in ipairs({ status.outer, status.guard }) do
+      uv.kill(math.tointeger(pid), "sigstop")
+    end
+    for _, pid in ipairs({ status.outer, status.guard }) do
+      uv.kill(math.tointeger(pid), "sigkill")
+    end
+    return one
+  end
+
+  local function adopting(command)
+    return command:find(" adopt ", 1, true) ~= nil
+  end
+
+  it("puts a new guard in the place of one that was killed, over what still runs", function()
+    local one = without_guards()
+    local sent
+    machines["0.0"].cut = function(command)
+      sent = sent or adopting(command)
+    end
+    local verdict
+    task.all({
+      function()
+        patience.wait_for("the new guard", function()
+          return sent and one.members[1].attempt:status().state == "running"
+        end)
+        for _, machine in pairs(machines) do
+          io.open(machine.home .. "/over", "w"):close()
+        end
+      end,
+      function()
+        verdict = one:watch()
+      end,
+    })
+    assert.equal("end\n", one.logs["0.0"])
+    -- It is no parent of what it found: how that has ended it knows where the kernel tells it.
+    assert.is_true(verdict.first.code == 7 or verdict.first.lost == "its status is unknown")
+  end)
+
+  it("counts a worker as lost that goes away before its killed guard has been replaced", function()
+    local one = without_guards()
+    machines["0.0"].cut = function(command)
+      if adopting(command) then
+        machines["0.0"].down = true
+        return "before"
+      end
+    end
+    local verdict = one:watch()
+    assert.equal("infra", verdict.kind)
+    assert.equal("0.0", verdict.first.worker.address)
+    assert.matches("has not answered", verdict.first.lost)
+  end)
+
   it("says who does not answer, and who answers again", function()
     make(1, 3)
     local said = {}
