@@ -82,7 +82,7 @@ local function tracked_although_ignored(directory)
     timeout = 60,
   })
   if not ok then
-    if err.is(answer, "cancelled") then
+    if err.is_fatal(answer) then
       error(answer, 0)
     end
     return set -- there is no git here: the rules decide alone

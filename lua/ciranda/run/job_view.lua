@@ -166,7 +166,7 @@ end
 ---@return any reason
 function M.reason_of(queued_resource)
   local ok, reason = pcall(queued_resource.wait, queued_resource, "ACTIVE", { timeout = 60, not_yet = 0 })
-  if not ok and err.is(reason, "cancelled") then
+  if not ok and err.is_fatal(reason) then
     error(reason, 0)
   end
   return not ok and reason or ("%s was dead and is ACTIVE now"):format(tostring(queued_resource))

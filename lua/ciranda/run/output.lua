@@ -111,7 +111,7 @@ function Output:write_out()
     self.before()
     local ok, problem = pcall(self.writer.write, self.writer, bytes)
     if not ok then
-      if err.is(problem, "cancelled") then
+      if err.is_fatal(problem) then
         error(problem, 0)
       end
       self.gone = true

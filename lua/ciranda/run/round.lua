@@ -208,7 +208,14 @@ function Round:obey(gang, notice, finished)
   end
   if self.options.autocheckpoint then
     -- The platform sends its own SIGTERM; ours comes only after it, for a framework that takes one.
-    pcall(task.timeout, PLATFORM_FIRST, finished.wait, finished)
+    task.race({
+      function()
+        finished:wait()
+      end,
+      function()
+        task.sleep(PLATFORM_FIRST)
+      end,
+    })
   end
   local passed = math.max(0, clock.wall() - notice.at)
   local grace = math.max(1, notices.GRACE[notice.cause] - passed)

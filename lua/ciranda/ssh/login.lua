@@ -49,7 +49,7 @@ function LazyAgent:identities()
       self.agent = require("ciranda.ssh.agent").connect(path)
       self.list = self.agent:identities()
     end)
-    if not ok and (type(self.settings.agent) == "string" or errors.is(problem, "cancelled")) then
+    if not ok and (type(self.settings.agent) == "string" or errors.is_fatal(problem)) then
       error(problem, 0)
     end
   end

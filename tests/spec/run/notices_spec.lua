@@ -161,6 +161,26 @@ describe("an attempt", function()
     end)
   end
 
+  it("leaves the job alone when it is cancelled while the platform's own signal is awaited", function()
+    with_metadata(function()
+      local options = settings("echo up; exec sleep 600", { notices = true, autocheckpoint = true })
+      local scope <close> = task.scope()
+      local running = scope:spawn(pcall, launch.run, options)
+      when("up", function()
+        instance.preempted = "TRUE"
+        while not text():find("Notice: preemption", 1, true) do
+          task.sleep(0.02)
+        end
+      end)
+      running:cancel("the caller has had enough")
+      local ok, problem = running:wait()
+      assert.is_false(ok)
+      assert.equal("cancelled", problem.code)
+    end)
+    assert.is_nil(text():find("TERM to every worker", 1, true))
+    assert.is_nil(journal.read("r1").attempts[1].stopped)
+  end)
+
   it("says once that no worker writes anything, and tells its hook; a hook that fails is reported", function()
     local command = ("echo up; until [ -e %s/enough ]; do sleep 0.1; done; echo more"):format(root)
     local result = launch.run(settings(command, {
