@@ -10,11 +10,14 @@ local err = require("ciranda.io.error")
 local link_of = require("ciranda.fleet.link")
 local muster = require("ciranda.run.muster")
 local nodeset = require("ciranda.provider.nodeset")
+local notices = require("ciranda.run.notices")
 local task = require("ciranda.task")
 local watch = require("ciranda.run.watch")
 
 local M = {}
 
+--- Seconds to stage one worker, when nobody has said it.
+local STAGE = 600
 --- Once one worker has failed to stage, seconds the others get to say that they failed as well.
 local STAGE_COMPANY = 2
 --- Remarks of one kind that are told as they come, and seconds in which further ones are gathered.
@@ -84,6 +87,11 @@ local REASONS = 5
 ---@field members ciranda.run.GangMember[]
 ---@field options ciranda.run.GangOptions
 ---@field started boolean
+---@field stage_timeout number seconds
+---@field failure_grace number seconds
+---@field changed ciranda.task.Event something has happened that the watch must look at
+---@field private remarks table<string, { told: integer, others: ciranda.Worker[] }> by kind
+---@field remark_at number? when what has been gathered is to be said
 ---@field skew { seconds: number, error: number, first: ciranda.Worker, last: ciranda.Worker }? how far apart the
 ---  workers started, by their clocks
 ---@field stopping { grace: number, reason: string, at: number, wall: number, asked: boolean,
@@ -125,10 +133,15 @@ end
 ---@param options ciranda.run.GangOptions
 ---@return ciranda.run.Gang
 function M.new(options)
-  local gang = setmetatable(
-    { options = options, members = {}, started = false, changed = task.event(), remarks = {} },
-    Gang
-  )
+  local gang = setmetatable({
+    options = options,
+    members = {},
+    started = false,
+    stage_timeout = options.stage_timeout or STAGE,
+    failure_grace = options.failure_grace or notices.GRACE.failure,
+    changed = task.event(),
+    remarks = {},
+  }, Gang)
   local seen, slices = {}, 0
   for _, worker in ipairs(options.fleet:workers()) do
     if not seen[worker.slice] then
@@ -149,7 +162,7 @@ function M.new(options)
       use_existing = options.use_existing,
       guard = options.guard,
       lost_after = options.lost_after,
-      stage_timeout = options.stage_timeout or 600,
+      stage_timeout = gang.stage_timeout,
       lease = options.lease,
       setup = options.setup,
       kill = options.kill,
@@ -435,8 +448,13 @@ function Gang:go()
     member.gone = true
   end)
   if #failures > 0 then
-    self:stop_all(self.options.failure_grace or 30, "another worker could not be started")
-    self:refuse(failures, "started", "The others were stopped")
+    local untold = self:stop_all(self.failure_grace, "another worker could not be started")
+    local but = #untold > 0
+        and ("; %s could not be told to stop, and what was started there may go on"):format(
+          nodeset.fold(untold)
+        )
+      or ""
+    self:refuse(failures, "started", "The others were stopped" .. but)
   end
   local attempts = {}
   for place, member in ipairs(self.members) do
@@ -452,9 +470,9 @@ end
 ---@package
 ---@param grace number
 ---@param reason string
----@return table<ciranda.Worker, string> problems workers that could not be asked
+---@return ciranda.Worker[] untold those that could not be asked
 function Gang:stop_all(grace, reason)
-  local problems, told = {}, self.stopping and self.stopping.told
+  local untold, told = {}, self.stopping and self.stopping.told
   local pending, left = {}, #self.members
   for _, member in ipairs(self.members) do
     pending[member] = true
@@ -485,10 +503,10 @@ function Gang:stop_all(grace, reason)
       error(answer, 0)
     else
       member.refusal = tostring(answer)
-      problems[member.worker] = member.refusal
+      untold[#untold + 1] = not member.told and member.worker or nil
     end
   end)
-  return problems
+  return untold
 end
 
 --- How long it would be to the KILL if the gang were stopped now: a stop that is under way may come to it sooner.

@@ -86,7 +86,7 @@ end
 ---@param scope ciranda.task.Scope for what is done meanwhile
 local function stage_all(gang, scope)
   local options = gang.options
-  local seconds = options.stage_timeout or 600
+  local seconds = gang.stage_timeout
   local nothing = "Nothing was started on any worker"
   -- One worker first: a wrong key is told once, a passphrase is asked for once, and of two gangs one goes on.
   local connecting = {}

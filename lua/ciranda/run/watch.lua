@@ -381,7 +381,6 @@ local function watch(gang)
     failures = 0,
     victims = 0,
   }, Watch)
-  local grace = options.failure_grace or 30
   local scope <close> = task.scope()
   for _, member in ipairs(gang.members) do
     self.followers[member] = scope:spawn(self.follow, self, member)
@@ -399,7 +398,7 @@ local function watch(gang)
       local over = running == 0 or now - first_seen >= window
       -- The cause may still be winding up; a signal now would make it look like one that was stopped.
       if not gang.stopping and running > 0 and (over or not victims) then
-        gang:stop(grace, "another worker has failed")
+        gang:stop(gang.failure_grace, "another worker has failed")
         gang.stopping.failure = true
       end
       if over then

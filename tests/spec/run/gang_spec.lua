@@ -696,6 +696,27 @@ describe("run.gang", function()
     assert.matches("has not answered", verdict.first.lost)
   end)
 
+  it("says who could not be told to stop when not everybody could be started", function()
+    make(1, 2)
+    local one = gang_of("sleep 30", { lost_after = 0.5, go_timeout = 1 })
+    one:stage()
+    local gone = machines["0.1"]
+    gone.cut = function(command)
+      gone.down = gone.down or command:find(" run .ciranda", 1, true) ~= nil
+      return gone.down and "before" or nil
+    end
+    local ok, e = pcall(one.go, one)
+    assert.is_false(ok)
+    assert.matches("slice0/worker1 could not be started", e.message, 1, true)
+    assert.matches(
+      "The others were stopped; slice0/worker1 could not be told to stop, and",
+      e.message,
+      1,
+      true
+    )
+    assert.is_true(one.members[1].told)
+  end)
+
   it("says who does not answer, and who answers again", function()
     make(1, 3)
     local said = {}
