@@ -14,6 +14,8 @@ local LIMIT = 10
 local TOLD, LINE = 6, 200
 --- Seconds before the start from which messages count: two clocks tell of it.
 local BEFORE = 5
+--- Seconds back that count where nobody has said when it started.
+local RECENT = 600
 
 -- What a kernel says when it ends a program, or a device, a disk or the memory has failed. The time since the start of
 -- the machine tells how old a message is.
@@ -163,7 +165,7 @@ function M.gather(gang, first, nodes)
     since = math.min(since, one.started_at and one.started_at - one.clock_offset or math.huge)
   end
   if since == math.huge then
-    since = clock.wall() - 600
+    since = clock.wall() - RECENT
   end
   task.all({
     function()

@@ -44,12 +44,25 @@ local function last_lines(tail)
   return table.concat(lines, "\n  ", math.max(1, #lines - LINES + 1))
 end
 
+---@param path string
+---@return file*
+local function open_log(path)
+  local file, message = io.open(path, "wb")
+  return file
+    or err.raise({
+      code = "io",
+      op = "setup",
+      target = path,
+      message = ("the log of SETUP cannot be kept: %s"):format(message),
+    })
+end
+
 --- Runs the SETUP of a staged attempt to its end, or takes up one that runs.
 ---@async
 ---@param attempt ciranda.run.Attempt
 ---@param timeout number seconds
 ---@param directory string? where its log goes on the runner
--- Raises "failed" with its status and the end of its log, "deadline", "lost".
+-- Raises "failed" with its status and the end of its log, "deadline", "lost", "io" when its log cannot be kept here.
 function M.run(attempt, timeout, directory)
   local title = link_of.title(attempt.worker)
   local one = attempts.new({
@@ -64,7 +77,7 @@ function M.run(attempt, timeout, directory)
     lost_after = attempt.lost_after,
   })
   local path = directory and M.log_path(directory, attempt.worker)
-  local file <close> = path and assert(io.open(path, "wb")) or nil
+  local file <close> = path and open_log(path) or nil
   local tail = ""
   local function refuse(code, format, ...)
     err.raise({
