@@ -5,8 +5,8 @@
 --
 --     local watch = checkpoint.before(fleet, "gs-fuse/ckpt")   -- what is there now
 --     gang:stop(300, "the user asked")                         -- TERM to everybody
---     local verdict = gang:watch()
---     local report = watch:after(verdict)                      -- what is there now that was not
+--     gang:watch()
+--     local report = watch:after()                             -- what is there now that was not
 local err = require("ciranda.io.error")
 local nodeset = require("ciranda.provider.nodeset")
 local shell = require("ciranda.io.shell")
