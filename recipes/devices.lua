@@ -344,6 +344,15 @@ local function failure(context, slices, missing, what)
 end
 
 ---@param context ciranda.cli.Context
+---@param done ciranda.run.Fan
+---@return integer status
+local function interrupted(context, done)
+  local result = fan.conclude(done, context.progress)
+  context.finish(result)
+  return result.status
+end
+
+---@param context ciranda.cli.Context
 ---@return integer status
 function M.run(context)
   local flags, progress = context.flags, context.progress
@@ -352,8 +361,7 @@ function M.run(context)
   found.login()
   local done, answers = ask(context, found.fleet, VERSIONS, { timeout = VERSIONS_TIMEOUT })
   if done.stopped then
-    context.finish(fan.conclude(done, progress))
-    return done.stopped == "SIGINT" and 130 or 143
+    return interrupted(context, done)
   end
   if not check_answers(context, slices, done, answers) or #found.missing > 0 then
     return failure(
@@ -377,8 +385,7 @@ function M.run(context)
     environment = alone and alone(slices[1].workers[1]) or nil,
   })
   if done.stopped then
-    context.finish(fan.conclude(done, progress))
-    return done.stopped == "SIGINT" and 130 or 143
+    return interrupted(context, done)
   end
   if not check_answers(context, slices, done, answers) then
     return failure(context, slices, {}, "JAX did not start everywhere")

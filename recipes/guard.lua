@@ -28,7 +28,7 @@ local M = {
 }
 
 --- Exit statuses of this program when it was told to stop, and when it leaves the command alone.
-local STOPPED = { SIGINT = 130, SIGTERM = 143 }
+local STOPPED = require("ciranda.fleet.signals").STOPPED
 local DETACHED = 129
 --- Who of those that race ends it when this program leaves the command alone, and when nobody reads what is left.
 local LEFT, UNREAD = 3, 4

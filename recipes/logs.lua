@@ -3,6 +3,7 @@ local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local job = require("ciranda.run.job")
 local job_view = require("ciranda.run.job_view")
+local logs_of = require("ciranda.run.logs")
 local nodeset = require("ciranda.provider.nodeset")
 local remote_log = require("ciranda.run.remote_log")
 local runs = require("ciranda.run.runs")
@@ -144,8 +145,8 @@ local function more_there(state, id)
   if not open or open.attempt ~= attempt.attempt then
     return false
   end
-  local follow = type(attempt.watch) == "table" and attempt.watch.follow
-  return not runs.is_watched(state) or follow == "first" or follow == "auto" and #(attempt.workers or {}) > 64
+  local follow = type(attempt.watch) == "table" and attempt.watch.follow or nil
+  return not runs.is_watched(state) or not logs_of.follows_all(follow, #(attempt.workers or {}))
 end
 
 --- Waits for an attempt beyond the first so many to be started, as long as somebody may start one.
@@ -271,8 +272,7 @@ function M.run(context)
       source.close()
     end
   end
-  local closing <close> = setmetatable({}, { __close = close })
-  assert(closing)
+  local _ <close> = setmetatable({}, { __close = close })
   if #source.workers == 0 then
     context.progress:say("No worker of run %s has written anything yet", state.run)
     return

@@ -263,7 +263,7 @@ function M.run(context)
   )
   progress:say("Logs: gs://%s/%s/main_command_log_slice_S_worker_W", place.bucket, place.prefix)
   if flags.follow then
-    local leaving <close> = setmetatable({}, {
+    local _ <close> = setmetatable({}, {
       __close = function(_, problem)
         if err.is(problem, "cancelled") then
           local form = "Nobody follows run %s now; it goes on by itself: ciranda job_status %s shows it, the same "
@@ -272,7 +272,6 @@ function M.run(context)
         end
       end,
     })
-    assert(leaving)
     local result = job_view.follow({
       storage = storage,
       queued_resource = made,

@@ -1,4 +1,5 @@
 --- runs: the runs that this machine knows, how each stands, and when its runner last breathed.
+local clock = require("ciranda.io.clock")
 local journals = require("ciranda.run.journal")
 local runs = require("ciranda.run.runs")
 local tables = require("ciranda.cli.table")
@@ -6,24 +7,12 @@ local tables = require("ciranda.cli.table")
 local M = {
   summary = "list the runs that this machine knows, and how each stands",
   description = "STATE is running (a runner has it), detached (its command may go on on the workers, and no runner "
-    .. "watches: ciranda attach RUN), job (it runs by itself in the cloud), made (it only made something there), "
+    .. "watches: ciranda attach RUN), unstarted (its runner was gone before its command was started: ciranda stop RUN "
+    .. "gives its workers back), job (it runs by itself in the cloud), made (it only made something there), "
     .. "ended, or unreadable. BREATHED is when its runner last gave a sign of life; one that lives does so every 20 s.",
   flags = { { name = "RUN", positional = true, help = "Only this one, with everything known of it." } },
 }
 table.move(tables.flags, 1, #tables.flags, #M.flags + 1, M.flags)
-
----@param seconds number
----@return string
-local function age(seconds)
-  if seconds < 120 then
-    return ("%.0f s ago"):format(math.max(0, seconds))
-  elseif seconds < 2 * 3600 then
-    return ("%.0f min ago"):format(seconds / 60)
-  elseif seconds < 2 * 86400 then
-    return ("%.0f h ago"):format(seconds / 3600)
-  end
-  return ("%.0f d ago"):format(seconds / 86400)
-end
 
 ---@param now number
 ---@return ciranda.cli.Column[]
@@ -49,7 +38,7 @@ local function columns(now)
     {
       "BREATHED",
       function(item)
-        return item.breathed and age(now - item.breathed)
+        return item.breathed and clock.span(now - item.breathed) .. " ago"
       end,
     },
   }

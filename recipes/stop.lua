@@ -29,7 +29,7 @@ local M = {
 --- Seconds that a runner may take beyond the grace, and between two looks at its journal.
 local BEYOND, LOOK = 150, 0.2
 --- The grace of a run that does not say.
-local GRACE = 300
+local GRACE = require("ciranda.run.notices").GRACE.user
 
 --- Asks the runner on this machine to stop, and waits until it has left.
 local function stop_runner(context, state, runner)

@@ -1,6 +1,9 @@
 --- Names and numbers of Linux signals (signal(7); x86 and ARM).
 local M = {}
 
+--- Exit statuses of a program that ends since it was told to: 128+n.
+M.STOPPED = { SIGINT = 130, SIGTERM = 143 }
+
 -- By number, from 1.
 local NAMES = {}
 for name in

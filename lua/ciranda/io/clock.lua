@@ -16,4 +16,18 @@ function M.wall()
   return seconds + microseconds / 1e6
 end
 
+--- A span of time for a person: "45 s", "12 min", "3.2 h", "2.5 days".
+---@param seconds number less than 0 counts as 0
+---@return string
+function M.span(seconds)
+  if seconds < 120 then
+    return ("%.0f s"):format(math.max(0, seconds))
+  elseif seconds < 7200 then
+    return ("%.0f min"):format(seconds / 60)
+  elseif seconds < 172800 then
+    return ("%.1f h"):format(seconds / 3600)
+  end
+  return ("%.1f days"):format(seconds / 86400)
+end
+
 return M

@@ -2,6 +2,7 @@
 --
 -- What COMMAND does wrong, what its machines do and what the platform takes away are counted apart: a job of days on
 -- spot slices must not end for a preemption because its code has failed once.
+local clock = require("ciranda.io.clock")
 local nodeset = require("ciranda.provider.nodeset")
 
 local M = {}
@@ -93,17 +94,6 @@ function Budget:bad()
   return #bad > 0 and nodeset.fold(bad) or nil
 end
 
----@param seconds number
----@return string
-local function duration(seconds)
-  if seconds < 120 then
-    return ("%.0f s"):format(seconds)
-  elseif seconds < 7200 then
-    return ("%.0f min"):format(seconds / 60)
-  end
-  return ("%.1f h"):format(seconds / 3600)
-end
-
 --- How each attempt ended, a line each; nothing when there was only one.
 ---@return string[]
 function Budget:summary()
@@ -115,7 +105,7 @@ function Budget:summary()
     lines[place] = ("Attempt %d (%s, %s): %s, exit status %d%s"):format(
       place,
       ended.attempt,
-      duration(ended.lasted),
+      clock.span(ended.lasted),
       ended.kind,
       ended.status,
       ended.reason and ", " .. ended.reason or ""

@@ -14,6 +14,7 @@ local known = require("ciranda.run.known")
 local leases = require("ciranda.run.lease")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
+local signals = require("ciranda.fleet.signals")
 local task = require("ciranda.task")
 
 local M = {}
@@ -276,7 +277,7 @@ function Session:observe(grace, kind, act)
     end
     local status = 0
     if verdict then
-      status = verdict.first and verdict.status or 143
+      status = verdict.first and verdict.status or signals.STOPPED.SIGTERM
       journal:append("attempt_end", { attempt = self.last.attempt, status = status, kind = kind })
     end
     -- The workers were that runner's; unless the command goes on they are given back at the end.

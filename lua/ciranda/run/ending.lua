@@ -4,12 +4,9 @@ local cause = require("ciranda.run.cause")
 local node_state = require("ciranda.run.node_state")
 local nodeset = require("ciranda.provider.nodeset")
 local report = require("ciranda.run.report")
+local STOPPED = require("ciranda.fleet.signals").STOPPED
 
 local M = {}
-
---- Exit statuses when the runner itself was told to stop.
-M.STOPPED = { SIGINT = 130, SIGTERM = 143 }
-local STOPPED = M.STOPPED
 
 --- States of a node after which its worker was preempted.
 local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }

@@ -23,7 +23,7 @@ local KILLS = 10
 --- them on late.
 local LAST_WORDS = 5
 
-local STATUS = { SIGINT = 130, SIGTERM = 143 }
+local STATUS = require("ciranda.fleet.signals").STOPPED
 
 --- Failures that are about a file, or of this side, and not about a worker.
 local FILES = { "not_found", "permission", "invalid", "exists", "no_space", "failed" }

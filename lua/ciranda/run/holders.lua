@@ -3,8 +3,8 @@
 -- A holder is a process with an open device file, or with the accelerator library's lock file open. What our own
 -- earlier attempts left is ended; of others only who the user says (`--KILL=mine|all`), and otherwise the staging stops
 -- and names them. Another user's descriptors can be read by root alone, so sudo is used where it asks no password.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
-local lease = require("ciranda.run.lease")
 local link_of = require("ciranda.fleet.link")
 local worker_script = require("ciranda.run.worker_script")
 
@@ -99,7 +99,7 @@ local function listing(list)
     pieces[place] = ("process %d of %s%s: %s"):format(
       holder.pid,
       holder.user,
-      holder.age and (", for " .. lease.age(holder.age)) or "",
+      holder.age and (", for " .. clock.span(holder.age)) or "",
       holder.command ~= "" and holder.command or "(its command cannot be read)"
     )
   end

@@ -2,6 +2,7 @@
 local err = require("ciranda.io.error")
 local fleets = require("ciranda.fleet")
 local journals = require("ciranda.run.journal")
+local runs = require("ciranda.run.runs")
 
 local M = {}
 
@@ -41,15 +42,14 @@ end
 ---@param between boolean? it may have ended when its runner was gone before the run had: on its way to another attempt
 ---@return table attempt as the journal has it
 ---@return ciranda.journal.State state
--- Raises "not_found" when there is no such run, when it has started nothing, or when nothing of it is running.
+-- Raises "not_found" when there is no such run, when it has started nothing, or when nothing of it is running; "usage"
+-- for what is no name.
 function M.find(run, op, between)
-  local state = journals.read(run)
-  local last = state and state.attempts[#state.attempts]
-  -- A runner that comes to an end writes how the run has ended.
-  local unfinished = between and last and last.ended and not (state.ended and state.ended.kind)
-  if unfinished then
-    return last, state
-  elseif state and state.job then
+  local state = runs.read(run)
+  local found = runs.open_attempt(state) or between and runs.unfinished(state)
+  if found then
+    return found, state
+  elseif state.job then
     err.raise({
       code = "not_found",
       op = op,
@@ -59,33 +59,17 @@ function M.find(run, op, between)
         .. "gave it, with --follow=true, follows it"
       ):format(run, run),
     })
-  elseif not state or not last or not last.gone then
-    local known = journals.list()
-    err.raise({
-      code = "not_found",
-      op = op,
-      target = run,
-      message = state and ("run %s has started no command"):format(run)
-        or ("there is no run %s on this machine%s"):format(
-          run,
-          #known > 0 and "; there are " .. table.concat(known, ", ", math.max(1, #known - 9)) or ""
-        ),
-    })
-  elseif last.ended then
-    err.raise({
-      code = "not_found",
-      op = op,
-      target = run,
-      message = ("run %s has ended: %s, exit status %s; its logs are in %s/%s"):format(
-        run,
-        last.ended.kind,
-        last.ended.status,
-        (journals.path(run):gsub("/journal.jsonl$", "")),
-        last.attempt
-      ),
-    })
   end
-  return last, state
+  local last = state.attempts[#state.attempts]
+  local message = not (last and last.gone) and ("run %s has started no command"):format(run)
+    or ("run %s has ended: %s, exit status %s; its logs are in %s/%s"):format(
+      run,
+      last.ended.kind,
+      last.ended.status,
+      (journals.path(run):gsub("/journal.jsonl$", "")),
+      last.attempt
+    )
+  err.raise({ code = "not_found", op = op, target = run, message = message })
 end
 
 --- The fleet of an attempt. Nothing is connected to yet.

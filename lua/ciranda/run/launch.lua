@@ -3,7 +3,6 @@
 -- Recipes that run one command on every worker differ in how they come by fleet, bundle and command; from there on
 -- they are the same, and that is here and in `ciranda.run.round`. `attach` takes up a run whose runner is gone.
 local budgets = require("ciranda.run.budget")
-local endings = require("ciranda.run.ending")
 local err = require("ciranda.io.error")
 local hooks = require("ciranda.run.hooks")
 local journals = require("ciranda.run.journal")
@@ -11,6 +10,8 @@ local known = require("ciranda.run.known")
 local leases = require("ciranda.run.lease")
 local node_states = require("ciranda.run.node_state")
 local rounds = require("ciranda.run.round")
+local runs = require("ciranda.run.runs")
+local signals = require("ciranda.fleet.signals")
 local task = require("ciranda.task")
 local uv = require("luv")
 
@@ -269,7 +270,7 @@ end
 local function give_back(options, lease, over)
   local heard = not over
   local remove = options.on_interrupt(function(name)
-    local first = not heard and endings.STOPPED[name] ~= nil
+    local first = not heard and signals.STOPPED[name] ~= nil
     heard = heard or first
     return first
   end)
@@ -295,7 +296,7 @@ local function continue(options, journal, result)
       end
     end
   end)
-  local finally <close> = setmetatable({}, {
+  local _ <close> = setmetatable({}, {
     __close = function(_, problem)
       keeper:cancel("the run is over")
       if idle and result.kind ~= "detached" then
@@ -306,7 +307,6 @@ local function continue(options, journal, result)
       end
     end,
   })
-  assert(finally)
   while result.kind ~= "detached" do
     local budget, last = budget_of(options, journal)
     local bad = result.kind == "infra" and budget:bad()
@@ -368,7 +368,7 @@ end
 local function farewell(journal, on_interrupt)
   local stopped
   local remove = on_interrupt(function(name)
-    stopped = endings.STOPPED[name]
+    stopped = signals.STOPPED[name]
     return false
   end)
   return setmetatable({}, {
@@ -518,8 +518,8 @@ end
 -- Raises "busy" when a runner has the run.
 function M.give_back(options)
   local state = journals.read(options.run)
-  local last = state and state.attempts[#state.attempts]
-  if not last or (last.gone and not last.ended) or (state.ended and state.ended.kind) then
+  local last = state and (runs.unstarted(state) or runs.unfinished(state))
+  if not last then
     return false
   end
   local fleet <close> = known.fleet(last, options.connect_options or {})

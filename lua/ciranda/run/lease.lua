@@ -7,6 +7,7 @@
 -- and waits, the guard while the command runs (its `alive` is a link to the lease). One from before the machine's last
 -- start is void.
 local accounts = require("ciranda.io.account")
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local nodeset = require("ciranda.provider.nodeset")
 local shell = require("ciranda.io.shell")
@@ -145,20 +146,6 @@ function M.parse(text)
     or nil
 end
 
---- A span of time for a person: "45 s", "3.2 h".
----@param seconds number
----@return string
-function M.age(seconds)
-  if seconds < 120 then
-    return ("%d s"):format(math.floor(math.max(0, seconds)))
-  elseif seconds < 7200 then
-    return ("%d min"):format(seconds // 60)
-  elseif seconds < 172800 then
-    return ("%.1f h"):format(seconds / 3600)
-  end
-  return ("%.1f days"):format(seconds / 86400)
-end
-
 ---@param holder ciranda.run.Holder
 ---@return string
 function M.describe(holder)
@@ -167,8 +154,8 @@ function M.describe(holder)
     holder.user,
     holder.host,
     holder.pid,
-    M.age(holder.now - holder.taken),
-    M.age(holder.now - holder.renewed)
+    clock.span(holder.now - holder.taken),
+    clock.span(holder.now - holder.renewed)
   )
 end
 

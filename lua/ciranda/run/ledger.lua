@@ -7,6 +7,7 @@ local clock = require("ciranda.io.clock")
 local crypto = require("ciranda.io.crypto")
 local err = require("ciranda.io.error")
 local journals = require("ciranda.run.journal")
+local runs = require("ciranda.run.runs")
 local tpus = require("ciranda.gcp.tpu")
 local waiting = require("ciranda.gcp.waiting")
 
@@ -205,19 +206,10 @@ end
 ---@param object ciranda.journal.Object
 ---@return "runner"|"job"|"nobody"
 local function user_of(state, object)
-  for _, runner in ipairs(state.runners) do
-    if journals.runner_state(runner) ~= "dead" then
-      return "runner"
-    end
+  if runs.runner(state) then
+    return "runner"
   end
-  if object.keep then
-    return "job"
-  end
-  local last = state.attempts[#state.attempts]
-  if last and last.gone and not last.ended then
-    return "job"
-  end
-  return "nobody"
+  return (object.keep or runs.open_attempt(state)) and "job" or "nobody"
 end
 
 --- What may exist, by the journals.

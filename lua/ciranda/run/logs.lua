@@ -21,6 +21,8 @@ local TAIL = 32768
 --- Lines shown of a worker that prints what looks like a failure, from that line on; and of all such workers together,
 --- equal ones counted once: when a thousand fall at once, who was first must not scroll away.
 local ALARM_LINES, ALARM_TOTAL = 30, 120
+--- Up to so many workers every log is followed while it grows; of more, the first one's and those that are shown.
+local FOLLOW_ALL = 64
 
 ---@class ciranda.run.LogOptions
 ---@field directory string where the files are
@@ -38,6 +40,14 @@ local ALARM_LINES, ALARM_TOTAL = 30, 120
 ---@field private paths table<ciranda.Worker, string>
 local Logs = {}
 Logs.__index = Logs
+
+--- Are all logs brought home while they grow?
+---@param follow "auto"|"all"|"first"|nil as the run was told (auto)
+---@param workers integer how many there are
+---@return boolean
+function M.follows_all(follow, workers)
+  return follow == "all" or follow ~= "first" and workers <= FOLLOW_ALL
+end
 
 --- The name people look for.
 ---@param worker ciranda.Worker

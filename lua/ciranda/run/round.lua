@@ -16,8 +16,7 @@ local wiring = require("ciranda.run.wiring")
 
 local M = {}
 
---- Exit statuses of signals that stop.
-local STOPPED = ending.STOPPED
+local STOPPED = require("ciranda.fleet.signals").STOPPED
 
 --- Seconds in which the platform's own SIGTERM may act before ours is sent.
 local PLATFORM_FIRST = 5

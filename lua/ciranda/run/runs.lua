@@ -59,7 +59,7 @@ end
 --- The last attempt, when its runner was gone before the command was started.
 ---@param state ciranda.journal.State
 ---@return table?
-local function unstarted(state)
+function M.unstarted(state)
   local last = state.attempts[#state.attempts]
   return last and not last.gone and not last.ended and not (state.ended and state.ended.kind) and last or nil
 end
@@ -84,7 +84,7 @@ local function state_of(state, now)
     return "running"
   elseif M.open_attempt(state) or M.unfinished(state) then
     return "detached"
-  elseif unstarted(state) then
+  elseif M.unstarted(state) then
     return "unstarted"
   end
   local kept

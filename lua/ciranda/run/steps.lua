@@ -115,17 +115,6 @@ end
 ---@field obeyed boolean it says itself that a signal stopped it
 ---@field there ciranda.Worker[] those that were not lost, which can be asked
 
----@param seconds number
----@return string
-local function age(seconds)
-  if seconds < 120 then
-    return ("%.0f s"):format(seconds)
-  elseif seconds < 7200 then
-    return ("%.0f min"):format(seconds / 60)
-  end
-  return ("%.1f h"):format(seconds / 3600)
-end
-
 --- The line on what a restart begins from, and what is lost to it.
 ---@private
 ---@param listing ciranda.checkpoint.Listing
@@ -134,7 +123,7 @@ function Steps:tell_loss(listing, step)
   local at = step and checkpoint.time_of(listing, step)
   local pieces = {}
   if at then
-    pieces[1] = ("saved %s ago"):format(age(math.max(0, clock.wall() - at)))
+    pieces[1] = ("saved %s ago"):format(clock.span(clock.wall() - at))
   end
   local lost = self.last_step and math.max(0, self.last_step - (step or -1))
   if lost and lost > 0 and self.step_time and self.options.chips then

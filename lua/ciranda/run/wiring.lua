@@ -15,9 +15,6 @@ local M = {}
 --- Seconds between two lines on how staging goes.
 local STATUS_EVERY = 2
 
---- Up to so many workers every log is followed while it grows; of more, the first one's and those that are shown.
-local FOLLOW_ALL = 64
-
 --- Says how far staging is, or the search for what an earlier runner started.
 ---@param round ciranda.run.Round
 ---@param gang ciranda.run.Gang
@@ -70,10 +67,8 @@ end
 ---@return boolean
 local function follows(round, worker)
   local options = round.options
-  local how = (options.watch or {}).follow or "auto"
   local workers = options.fleet:workers()
-  return how == "all"
-    or how == "auto" and #workers <= FOLLOW_ALL
+  return logs_of.follows_all((options.watch or {}).follow, #workers)
     or options.on_bytes ~= nil
     or worker == workers[1]
     or round.logs:is_shown(worker)

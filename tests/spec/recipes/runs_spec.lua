@@ -301,7 +301,7 @@ describe("runs, logs and stop", function()
     local long_ago = os.time() - 3 * 3600
     uv.fs_utime(path, long_ago, long_ago)
     assert.equal("detached", standing("far").state)
-    assert.matches("far +multihost_runner +detached .* 3 h ago", recipe("runs").out)
+    assert.matches("far +multihost_runner +detached .* 3.0 h ago", recipe("runs").out)
     -- Who wants it in vain is told what to do, and does not make it look alive.
     attempt.workers = json.array({ { slice = 0, index = 0, address = "127.0.0.1", port = 1 } })
     path = write_journal("far", { { fact = "run", us = us, run = "far" }, runner, attempt, gone })

@@ -70,7 +70,7 @@ describe("run.lease", function()
     end
     local one = place:gang("second", "true")
     one:stage()
-    assert.matches("its last sign of life 6 min ago", one.notes[1], 1, true)
+    assert.matches("its last sign of life 7 min ago", one.notes[1], 1, true)
     assert.matches("^second@", mine("0.1"))
   end)
 

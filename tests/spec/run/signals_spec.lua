@@ -4,7 +4,7 @@ local hooks = require("ciranda.run.hooks")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
 local runs = require("ciranda.run.runs")
-local stopping = require("ciranda.run.ending").STOPPED
+local stopping = require("ciranda.fleet.signals").STOPPED
 local task = require("ciranda.task")
 local uv = require("luv")
 
