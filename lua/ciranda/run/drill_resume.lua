@@ -151,7 +151,7 @@ local function start_again(session, seconds)
   local steps, tails, handler = first_steps(#session.fleet), {}, nil
   local function on_bytes(worker, bytes)
     if not steps.has(worker) then
-      tails[worker] = ((tails[worker] or "") .. bytes):sub(-65536)
+      tails[worker] = ((tails[worker] or "") .. bytes):sub(-HEAD)
       local step = tails[worker]:match("completed step: (%d+)[^%d]")
       if step then
         steps.note(worker, math.tointeger(tonumber(step)))

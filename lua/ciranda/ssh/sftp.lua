@@ -190,9 +190,9 @@ end
 ---@private
 ---@return integer kind, string body
 function Sftp:_call(op, path, kind, body)
-  local ok, err, answer, content = pcall(scheduler.await, function(done)
-    local number = self:_request(kind, body, function(err, answer, content)
-      done(nil, err, answer, content)
+  local err, answer, content = scheduler.await(function(done)
+    local number = self:_request(kind, body, function(...)
+      done(nil, ...)
     end)
     return function()
       -- The answer comes all the same, and is nobody's then.
@@ -202,9 +202,6 @@ function Sftp:_call(op, path, kind, body)
       return true
     end
   end, ("sftp.%s %s"):format(op, path))
-  if not ok then
-    error(err, 0)
-  end
   if err then
     self:_raise(err, op, path)
   end
