@@ -28,22 +28,52 @@ local M = {
 
 --- Seconds that a runner may take beyond the grace, and between two looks at its journal.
 local BEYOND, LOOK = 150, 0.2
+--- Seconds that another program which has taken the run up may need until it stops it.
+local TAKEN = 5
 --- The grace of a run that does not say.
 local GRACE = require("ciranda.run.notices").GRACE.user
 
---- Asks the runner on this machine to stop, and waits until it has left.
+--- Whoever has just taken the run up may be another stop, which one more signal would have it leave: waits until that
+--- one has begun.
+---@async
+---@param state ciranda.journal.State
+---@param runner ciranda.journal.Runner
+---@return ciranda.journal.State
+local function settled(state, runner)
+  local open = runs.open_attempt(state)
+  while
+    open
+    and runner.us > open.gone
+    and os.time() <= runner.us / 1e6 + TAKEN
+    and not runs.stop_begun(open)
+    and runs.runner(state)
+  do
+    task.sleep(LOOK)
+    state = runs.read(state.run)
+    open = runs.open_attempt(state)
+  end
+  return state
+end
+
+--- Asks the runner on this machine to stop, unless somebody has done so (one more signal would have it leave the stop),
+--- and waits until it has left.
 local function stop_runner(context, state, runner)
   local last = state.attempts[#state.attempts]
-  local grace = last and last.grace or GRACE
+  local begun = runs.stop_begun(runs.open_attempt(state))
+  local grace = (begun or last or {}).grace or GRACE
   context.progress:say(
-    "Run %s: asking its runner (process %d) to stop%s",
+    begun and "Run %s: its runner (process %d) is stopping it already%s"
+      or "Run %s: asking its runner (process %d) to stop%s",
     state.run,
     runner.pid,
     context.flags.GRACE
         and ("; it gives %g s, as it was told (--GRACE is for a run without a runner)"):format(grace)
       or ""
   )
-  local ok, problem, name = uv.kill(runner.pid, "sigterm")
+  local ok, problem, name = begun, nil, nil
+  if not begun then
+    ok, problem, name = uv.kill(runner.pid, "sigterm")
+  end
   if not ok and name ~= "ESRCH" then -- one that has ended meanwhile needs no signal
     err.raise(err.wrap(problem, { op = "stop", target = "process " .. runner.pid }))
   end
@@ -125,6 +155,10 @@ function M.run(context)
       ):format(state.run, runner.pid, runner.host),
     })
   elseif life == "alive" then
+    state = settled(state, runner)
+    if not runs.runner(state) then
+      return M.run(context)
+    end
     state = stop_runner(context, state, runner)
     if not state then
       return 0
@@ -150,7 +184,14 @@ function M.run(context)
     )
     return 0
   end
-  local result = take_up(context, state.run)
+  local ok, result = pcall(take_up, context, state.run)
+  if not ok then
+    local _, now = runs.runner(runs.read(state.run))
+    if err.is(result, "busy") and result.op == "journal" and now ~= "unknown" then
+      return M.run(context) -- somebody else was first, and is waited for
+    end
+    error(result, 0)
+  end
   if result.kind == "interrupted" or result.kind == "done" then
     context.finish({ kind = "done", status = 0, message = ("Run %s is stopped"):format(state.run) })
     return 0

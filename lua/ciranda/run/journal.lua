@@ -132,6 +132,7 @@ end
 ---@field start_time integer?
 ---@field boot_id string
 ---@field host string
+---@field us integer since when, microseconds since 1970
 
 --- Is the process that wrote a runner fact still there? "unknown" for one on another machine that shares this
 --- state directory.

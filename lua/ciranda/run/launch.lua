@@ -501,8 +501,7 @@ function M.attach(options)
     }
   else
     local round <close> = rounds.new(mine, journal, last.attempt)
-    local stop = last.stopped
-    round.stop_begun = stop and tostring(stop.reason):find(" to the runner$") and stop or nil
+    round.stop_begun = require("ciranda.run.runs").stop_begun(last)
     result = round:rejoin()
   end
   result = continue(mine, journal, result)

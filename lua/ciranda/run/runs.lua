@@ -47,6 +47,14 @@ function M.open_attempt(state)
   return last and last.gone and not last.ended and last or nil
 end
 
+--- The stop of an attempt that its runner has begun because a signal said so.
+---@param attempt table?
+---@return { grace: number, reason: string }?
+function M.stop_begun(attempt)
+  local stop = attempt and attempt.stopped
+  return stop and tostring(stop.reason):find(" to the runner$") and stop or nil
+end
+
 --- The last attempt, when it has ended and its runner was gone before the run had: on its way to another attempt, or
 --- before its workers were given back.
 ---@param state ciranda.journal.State

@@ -159,6 +159,36 @@ describe("runs, logs and stop", function()
     assert.same({ "ended", 143, "interrupted" }, { state.state, state.status, state.kind })
   end)
 
+  it("bears several who stop one run at once, with a runner and without", function()
+    for _, killed in ipairs({ false, true }) do
+      local run = place:name(killed and "crowd-orphan" or "crowd")
+      local running = start_endless(run)
+      if killed then
+        uv.kill(running.program.pid, "sigkill")
+        running.wait()
+      end
+      local stops = {}
+      for number = 1, 3 do
+        stops[number] = place:start("stop", { run }, { fleet = false })
+        if not killed then
+          -- The next one comes when the runner is stopping, which one more signal would have it leave.
+          assert(support.ssh.wait_for(function()
+            local journal = fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(place.root, run))
+            return journal:find('"fact":"stop"', 1, true)
+          end))
+        end
+      end
+      for _, stop in ipairs(stops) do
+        local result = stop.wait()
+        assert.equal(0, result.code, result.err)
+      end
+      assert.same({ "ended", 143 }, { standing(run).state, standing(run).status })
+      if not killed then
+        assert.equal(143, running.wait().code)
+      end
+    end
+  end)
+
   it("reads on the workers what no runner has brought, and leaves no trace of it here", function()
     local run = place:name("unbrought")
     local more, over = place.root .. "/more", place.root .. "/over"
