@@ -1,6 +1,8 @@
 local errors = require("ciranda.io.error")
 local task = require("ciranda.task")
 
+local patience = dofile("tests/fixtures/patience.lua")
+
 local function within(fn)
   return function()
     return task.run(fn)
@@ -215,7 +217,7 @@ describe("task.race", function()
             end,
           })
         end)
-        task.sleep(0.001)
+        patience.settle()
         child:cancel()
       end)
       assert.equal("cancelled", child:status())

@@ -1,6 +1,8 @@
 local errors = require("ciranda.io.error")
 local task = require("ciranda.task")
 
+local patience = dofile("tests/fixtures/patience.lua")
+
 local function within(fn)
   return function()
     return task.run(fn)
@@ -173,7 +175,7 @@ describe("task.dump", function()
             semaphore:acquire()
           end)()
         end)
-        task.sleep(0.002)
+        patience.settle()
         text = task.dump()
         local lines = select(2, text:gsub("\n", "\n")) + 1
         local short = task.dump(3)
