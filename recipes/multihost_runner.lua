@@ -262,6 +262,7 @@ end
 function M.run(context, hooks)
   local flags = context.flags
   local run = M.run_name(context)
+  local limits = restarts(flags)
   local hooks_of_user = flags.HOOKS
       and run_hooks.load(flags.HOOKS, context.json and function(...)
         context.progress:say(...)
@@ -302,7 +303,7 @@ function M.run(context, hooks)
     cloud = found.cloud,
     chips = found.chips,
     renew = found.renew,
-    restarts = restarts(flags),
+    restarts = limits,
     recreate = recreate,
     watch = {
       follow = flags.FOLLOW,

@@ -69,7 +69,8 @@ end
 ---@param path string
 ---@return string? text nil when there is no such file
 local function read_file(path)
-  local fd, message, name = uv.fs_open(path, "r", 0)
+  -- Whoever has put a FIFO there must not make the list of runs wait for a writer.
+  local fd, message, name = uv.fs_open(path, uv.constants.O_RDONLY | uv.constants.O_NONBLOCK, 0)
   if not fd then
     if name == "ENOENT" then
       return nil

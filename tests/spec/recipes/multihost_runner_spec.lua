@@ -233,6 +233,19 @@ describe("multihost_runner on real sshds", function()
     end
   )
 
+  it("refuses a number of restarts below 0 before it does anything", function()
+    local run = place:name("less")
+    for _, flag in ipairs({ "RESTARTS", "INFRA_RESTARTS", "PREEMPTION_RESTARTS" }) do
+      local result =
+        place:run("multihost_runner", { "--RUN_NAME=" .. run, "--COMMAND=true", "--" .. flag .. "=-1" })
+      assert.same(
+        { 2, ("ciranda: --%s is -1, but counts from 0\n"):format(flag) },
+        { result.code, result.err }
+      )
+      assert.is_nil(fs.exists(("%s/tmp/%s"):format(place.root, run)))
+    end
+  end)
+
   it("refuses a host whose key is not known, and one whose key has changed", function()
     local known = place.root .. "/runner/.ssh/known_hosts"
     local text = fs.read(known)
