@@ -187,7 +187,7 @@ describe("run.gang", function()
     machines["0.0"].env.PATH = root .. "/bin:" .. os.getenv("PATH")
     local archive = root .. "/b.tar.gz"
     for change, words in pairs({
-      ["printf x | dd of='%s' bs=1 seek=9000 conv=notrunc 2>/dev/null"] = "is not the one that was sent",
+      ["printf changed | dd of='%s' bs=1 seek=9000 conv=notrunc 2>/dev/null"] = "is not the one that was sent",
       ["truncate -s 300000 '%s'"] = "cannot be read as it was written: it has become shorter",
     }) do
       local manifest = bundle.make(root .. "/code", { output = archive })
