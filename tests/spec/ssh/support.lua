@@ -348,21 +348,28 @@ Agent.__close = Agent.stop
 --- A TCP server that is no SSH server: `serve(client)` is called with each connection, in luv's callback.
 ---@return { address: string, port: integer, stop: fun() }
 function M.tcp(serve)
-  local listener = uv.new_tcp()
   local clients = {}
-  local address, port
-  for _ = 1, 20 do
-    address, port = random_address(), math.random(20000, 29999)
-    if listener:bind(address, port) then
-      break
-    end
-  end
-  assert(listener:listen(16, function()
+  local listener, address, port, problem
+  local function accept()
     local client = uv.new_tcp()
     listener:accept(client)
     clients[#clients + 1] = client
     serve(client)
-  end))
+  end
+  -- That an address is taken is said by listen, not by bind.
+  for _ = 1, 20 do
+    listener, address, port = uv.new_tcp(), random_address(), math.random(20000, 29999)
+    local ok
+    ok, problem = listener:bind(address, port)
+    if ok then
+      ok, problem = listener:listen(16, accept)
+    end
+    if ok then
+      break
+    end
+    listener:close()
+  end
+  assert(not problem, problem)
   local function stop()
     for _, handle in ipairs({ listener, table.unpack(clients) }) do
       if not handle:is_closing() then
