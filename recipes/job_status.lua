@@ -98,10 +98,7 @@ function M.run(context)
     columns = COLUMNS,
     filter = flags.filter,
     format = flags.format,
-    record = context.json and function(worker)
-      worker.event = "worker"
-      return worker
-    end,
+    event = context.json and "worker" or nil,
   })
   local total = place.workers or #workers
   local state = queued_resource_state(context, known)

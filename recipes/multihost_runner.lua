@@ -263,10 +263,7 @@ function M.run(context, hooks)
   local flags = context.flags
   local run = M.run_name(context)
   local limits = restarts(flags)
-  local hooks_of_user = flags.HOOKS
-      and run_hooks.load(flags.HOOKS, context.json and function(...)
-        context.progress:say(...)
-      end)
+  local hooks_of_user = flags.HOOKS and run_hooks.load(flags.HOOKS, context.json and context.progress or nil)
     or nil
   if flags.detach then
     return require("ciranda.run.detach").run(context, run)

@@ -86,29 +86,26 @@ local COLUMNS = {
   { "STATE", "state.state" },
 }
 
---- With --json: the record of a message.
 ---@param context ciranda.cli.Context
-local function record(context)
-  return context.json
-    and function(message)
-      return { event = "queued_resource", queued_resource = message }
-    end
+---@return string? name of the records of --json
+local function event_of(context)
+  return context.json and "queued_resource" or nil
 end
 
 local run = {}
 
 function run.list(context, tpu)
-  local messages = tpu:list_queued_resources(not context.json and tables.needed(context.flags) or nil)
+  local messages = tpu:list_queued_resources(tables.needed(context.flags, context.json))
   tables.sort(messages)
   local flags = context.flags
   tables.print(
     messages,
-    { columns = COLUMNS, filter = flags.filter, format = flags.format, record = record(context) }
+    { columns = COLUMNS, filter = flags.filter, format = flags.format, event = event_of(context) }
   )
 end
 
 function run.describe(context, tpu)
-  tables.print_one(tpu:queued_resource(context.flags.NAME):get(), context.flags.format, record(context))
+  tables.print_one(tpu:queued_resource(context.flags.NAME):get(), context.flags.format, event_of(context))
 end
 
 --- How a wait says each new state.

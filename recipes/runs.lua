@@ -49,12 +49,10 @@ end
 function M.run(context)
   local flags, now = context.flags, os.time()
   tables.check(flags)
-  local record = context.json and function(item)
-    return { event = "run", run = item }
-  end
+  local event = context.json and "run" or nil
   if flags.RUN then
     runs.read(flags.RUN)
-    tables.print_one(runs.standing(flags.RUN, now), flags.format, record)
+    tables.print_one(runs.standing(flags.RUN, now), flags.format, event)
     return
   end
   local items, unreadable = {}, 0
@@ -77,7 +75,7 @@ function M.run(context)
   else
     tables.print(
       items,
-      { columns = columns(now), filter = flags.filter, format = flags.format, record = record }
+      { columns = columns(now), filter = flags.filter, format = flags.format, event = event }
     )
   end
   return unreadable > 0 and 1 or 0

@@ -70,12 +70,11 @@ local function stop_runner(context, state, runner)
         and ("; it gives %g s, as it was told (--GRACE is for a run without a runner)"):format(grace)
       or ""
   )
-  local ok, problem, name = begun, nil, nil
   if not begun then
-    ok, problem, name = uv.kill(runner.pid, "sigterm")
-  end
-  if not ok and name ~= "ESRCH" then -- one that has ended meanwhile needs no signal
-    err.raise(err.wrap(problem, { op = "stop", target = "process " .. runner.pid }))
+    local ok, problem, name = uv.kill(runner.pid, "sigterm")
+    if not ok and name ~= "ESRCH" then -- one that has ended meanwhile needs no signal
+      err.raise(err.wrap(problem, { op = "stop", target = "process " .. runner.pid }))
+    end
   end
   uv.kill(runner.pid, "sigcont") -- one that Ctrl-Z has suspended hears nothing before
   local deadline = grace + BEYOND

@@ -76,30 +76,28 @@ local COLUMNS = {
   { "STATUS", "state" },
 }
 
---- With --json: the record of a message.
 ---@param context ciranda.cli.Context
-local function record(context)
-  return context.json and function(message)
-    return { event = "node", node = message }
-  end
+---@return string? name of the records of --json
+local function event_of(context)
+  return context.json and "node" or nil
 end
 
 local run = {}
 
 function run.list(context, tpu)
-  local messages = tpu:list_nodes(not context.json and tables.needed(context.flags) or nil)
+  local messages = tpu:list_nodes(tables.needed(context.flags, context.json))
   tables.sort(messages)
   local flags = context.flags
   tables.print(
     messages,
-    { columns = COLUMNS, filter = flags.filter, format = flags.format, record = record(context) }
+    { columns = COLUMNS, filter = flags.filter, format = flags.format, event = event_of(context) }
   )
 end
 
 function run.describe(context, tpu)
   -- Only v2alpha1 tells everything, autocheckpointEnabled among it.
   local message = tpu:call("nodes.get", { node = context.flags.NAME, version = "v2alpha1" })
-  tables.print_one(message, context.flags.format, record(context))
+  tables.print_one(message, context.flags.format, event_of(context))
 end
 
 --- Waits for a state and says each new one.

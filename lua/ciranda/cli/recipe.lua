@@ -190,21 +190,20 @@ local function own_flag(recipe, name)
   return name
 end
 
-local told -- that output was lost
-
 --- What was printed must be there: a list that a full disk has cut looks like a short one. A recipe with a verdict of
 --- its own keeps it.
 ---@param judged boolean
+---@return boolean lost it is not all there, and that has been told
 local function check_output(judged)
-  local lost = not told and require("ciranda.io.stdio").lost()
+  local lost = require("ciranda.io.stdio").lost()
   if lost then
-    told = true
     local message = ("what was printed is not all there: standard output: %s"):format(lost)
     if not judged then
       errors.raise { code = "io", message = message }
     end
     io.stderr:write("ciranda: ", message, "\n")
   end
+  return lost ~= nil
 end
 
 --- What must be right before a recipe runs: that it is there, its flags, its simulated cloud.
@@ -276,11 +275,13 @@ function M.main(command)
       fail(context, status)
     end
     local judged = result ~= nil or (status or 0) ~= 0
-    check_output(judged)
+    local lost = check_output(judged)
     result = result or { kind = (status or 0) == 0 and "done" or "failed" }
     result.status = status or result.status or 0
     announce(context, result)
-    check_output(judged) -- that was the last record
+    if not lost then
+      check_output(judged) -- that was the last record
+    end
     return result.status
   end)
 end

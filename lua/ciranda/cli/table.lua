@@ -120,9 +120,10 @@ end
 
 --- The paths of the fields that a list's flags need, nil when they need whole messages.
 ---@param flags { filter: string?, format: string? }
+---@param records boolean? with --json, where the format is not used
 ---@return string[]?
-function M.needed(flags)
-  local format = parsed(flags.format)
+function M.needed(flags, records)
+  local format = not records and parsed(flags.format) or nil
   local paths = format and format.kind ~= "json" and format.paths or nil
   if paths and flags.filter then
     local _, more = require("ciranda.cli.filter").compile(flags.filter)
@@ -207,17 +208,17 @@ end
 
 --- Prints items as the records of --json, one a line.
 ---@param items table[]
----@param record fun(item: table): table
-local function print_records(items, record)
+---@param event string
+local function print_records(items, event)
   for _, item in ipairs(items) do
-    io.write(json.encode(record(item)), "\n")
+    io.write(json.encode({ event = event, [event] = item }), "\n")
   end
 end
 
 --- Prints a list on standard output.
 ---@param items table[]
 ---@param options { columns: ciranda.cli.Column[], filter: string?, format: string?,
----  record: (fun(item: table): table)? } record: with --json, makes an item's record; columns and format are not used
+---  event: string? } event: with --json, what a record and its item are called; columns and format are not used
 -- Raises "usage" for the filter or the format.
 function M.print(items, options)
   local format = parsed(options.format)
@@ -232,8 +233,8 @@ function M.print(items, options)
       end
     end
   end
-  if options.record then
-    return print_records(chosen, options.record)
+  if options.event then
+    return print_records(chosen, options.event)
   elseif format and format.kind ~= "json" then
     return print_fields(format, chosen)
   elseif format then
@@ -264,12 +265,12 @@ end
 --- Prints one thing: JSON, or some of its fields.
 ---@param item table
 ---@param format string?
----@param record (fun(item: table): table)? with --json, makes its record
+---@param event string? with --json, what its record is called
 -- Raises "usage" for the format.
-function M.print_one(item, format, record)
+function M.print_one(item, format, event)
   local wanted = parsed(format)
-  if record then
-    print_records({ item }, record)
+  if event then
+    print_records({ item }, event)
   elseif wanted and wanted.kind ~= "json" then
     print_fields(wanted, { item })
   else

@@ -1,7 +1,7 @@
 --- Names and numbers of Linux signals (signal(7); x86 and ARM).
 local M = {}
 
---- Exit statuses of a program that ends since it was told to: 128+n.
+--- Exit statuses of a program that ends because it was told to: 128+n.
 M.STOPPED = { SIGINT = 130, SIGTERM = 143 }
 
 -- By number, from 1.

@@ -73,14 +73,12 @@ end
 ---@return fun(bytes: string) sink
 ---@return table last has the field `record`, the runner's last record, when that has come
 local function shown(context)
-  local last = {}
-  if not context.json then
-    return function(bytes)
+  local last, rest = {}, ""
+  local function sink(bytes)
+    if not context.json then
       io.stderr:write(bytes)
-    end, last
-  end
-  local rest = ""
-  return function(bytes)
+      return
+    end
     rest = (rest .. bytes):gsub("[^\n]*\n", function(line)
       local ok, record = pcall(json.decode, line)
       record = ok and type(record) == "table" and record.event and record
@@ -93,8 +91,8 @@ local function shown(context)
       end
       return ""
     end)
-  end,
-    last
+  end
+  return sink, last
 end
 
 --- Starts the runner that this command line means, without --detach, waits until COMMAND runs on the workers (or the

@@ -31,21 +31,21 @@ M.LIMIT, M.COMPUTING = 60, 5
 
 --- Hooks from a file: a Lua chunk that returns a table of functions.
 ---@param path string
----@param say (fun(format: string, ...))? what `print` does there, where standard output belongs to JSON lines
+---@param progress ciranda.cli.Progress? has what `print` says there, where standard output belongs to JSON lines
 ---@return table<string, fun(happening: ciranda.run.Happening): any>
 -- Raises "usage" when it cannot be read, or has what is no hook.
-function M.load(path, say)
+function M.load(path, progress)
   local function refuse(format, ...)
     err.raise({ code = "usage", op = "hooks", message = ("%s: "):format(path) .. format:format(...) })
   end
-  local environment = not say and _G
+  local environment = not progress and _G
     or setmetatable({
       print = function(...)
         local words = table.pack(...)
         for place = 1, words.n do
           words[place] = tostring(words[place])
         end
-        say("%s", table.concat(words, "\t"))
+        progress:say("%s", table.concat(words, "\t"))
       end,
     }, { __index = _G })
   local chunk, problem = loadfile(path, nil, environment)

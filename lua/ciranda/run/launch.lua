@@ -434,9 +434,7 @@ end
 ---@param json boolean? standard output belongs to the JSON lines
 ---@return table<string, function>?
 local function hooks_again(file, progress, json)
-  local ok, loaded = pcall(hooks.load, file, json and function(...)
-    progress:say(...)
-  end)
+  local ok, loaded = pcall(hooks.load, file, json and progress or nil)
   if ok then
     return loaded
   elseif not err.is(loaded, "usage") then
@@ -501,7 +499,7 @@ function M.attach(options)
     }
   else
     local round <close> = rounds.new(mine, journal, last.attempt)
-    round.stop_begun = require("ciranda.run.runs").stop_begun(last)
+    round.stop_begun = runs.stop_begun(last)
     result = round:rejoin()
   end
   result = continue(mine, journal, result)

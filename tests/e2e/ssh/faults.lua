@@ -1,6 +1,7 @@
 -- The cases of tests/e2e/ssh.sh. The argument is the directory of the scripted server.
 local cases = dofile("tests/e2e/ssh/cases.lua")
 local fs = require("ciranda.io.fs")
+local patience = dofile("tests/fixtures/patience.lua")
 local process = require("ciranda.io.process")
 local ssh = require("ciranda.ssh")
 local task = require("ciranda.task")
@@ -298,9 +299,10 @@ end)
 
 case("nothing is left open after all that", function()
   local open
-  repeat
+  patience.wait_for(function()
+    return ("%d sockets are open"):format(open)
+  end, function()
     collectgarbage()
-    task.sleep(0.05)
     open = 0
     for _, entry in ipairs(fs.list("/proc/self/fd")) do
       local ok, target = pcall(fs.readlink, "/proc/self/fd/" .. entry.name)
@@ -308,8 +310,8 @@ case("nothing is left open after all that", function()
         open = open + 1
       end
     end
-  -- The pipes to the scripted server are sockets of ours. The case's own time limit says when it is enough.
-  until open <= 2
+    return open <= 2 -- the pipes to the scripted server are sockets of ours
+  end, 20)
 end)
 
 node:close()

@@ -1,4 +1,5 @@
 -- Lists: fields, filters, formats.
+local json = require("ciranda.io.json")
 local tables = require("ciranda.cli.table")
 
 describe("tables", function()
@@ -103,19 +104,18 @@ describe("tables", function()
     io.write = function(...) -- luacheck: ignore 122
       written[#written + 1] = table.concat({ ... })
     end
-    local function record(item)
-      return { event = "node", state = item.state }
-    end
     local fine, trouble = pcall(function()
-      tables.print(ITEMS, { columns = {}, filter = "name:job-0", format = "json", record = record })
-      tables.print_one(ITEMS[2], "value(name)", record)
+      tables.print(ITEMS, { columns = {}, filter = "name:job-0", format = "json", event = "node" })
+      tables.print_one(ITEMS[2], "value(name)", "node")
     end)
     io.write = write -- luacheck: ignore 122
     assert.is_true(fine, tostring(trouble))
-    assert.equal(
-      '{"event":"node","state":"READY"}\n{"event":"node","state":"STOPPED"}\n',
-      table.concat(written)
-    )
+    local records = {}
+    for line in table.concat(written):gmatch("[^\n]+") do
+      local record = json.decode(line)
+      records[#records + 1] = record.event .. " " .. record.node.state
+    end
+    assert.same({ "node READY", "node STOPPED" }, records)
     assert.equal("state,id\nREADY,a\n", printed("csv(state.state,list[0].id)", ITEMS[3]))
     for _, format in ipairs({
       "yaml",
@@ -137,6 +137,7 @@ describe("tables", function()
 
   it("knows the fields that a list needs", function()
     assert.is_nil(tables.needed({}))
+    assert.is_nil(tables.needed({ format = "value(name)" }, true))
     assert.is_nil(tables.needed({ format = "json", filter = "state=READY" }))
     assert.same({ "name", "state.state" }, tables.needed({ format = "value(name, state.state)" }))
     assert.same(

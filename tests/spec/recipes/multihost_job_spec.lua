@@ -78,6 +78,13 @@ describe("multihost_job on the simulated cloud", function()
     assert.equal(5, status.code, status.err)
     assert.matches("SLICE +WORKER +STAGE +ATTEMPT +STEP +STATUS +LOG_BYTES +SINCE\n", status.out)
     assert.matches("\n1 +0 +finished +1 +%- +5 +%d+ ", status.out)
+    local records = {}
+    for line in cloud:run("--json", "job_status", "follow-me").out:gmatch("[^\n]+") do
+      records[#records + 1] = json.decode(line)
+    end
+    assert.same({ "worker", "worker" }, { records[1].event, records[2].event })
+    assert.matches("^gs://bucket/dir/follow%-me/main_command_log_slice_1", records[2].worker.log)
+    assert.same({ "end", 5 }, { records[#records].event, records[#records].status })
     assert.matches(
       "2 of 2 workers have finished generation 1, the first failure being slice 1 worker 0 with status 5; "
         .. "queued resource follow-me is gone",

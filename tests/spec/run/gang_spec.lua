@@ -43,15 +43,18 @@ describe("run.gang", function()
     for name, value in pairs(options or {}) do
       settings[name] = value
     end
-    local logs, failures = {}, {}
+    local logs, failures, notes = {}, {}, {}
     settings.on_bytes = function(worker, bytes)
       logs[worker.address] = (logs[worker.address] or "") .. bytes
+    end
+    settings.on_note = function(text)
+      notes[#notes + 1] = text
     end
     settings.on_failure = function(outcome)
       failures[#failures + 1] = outcome
     end
     local made = gang.new(settings)
-    made.logs, made.failures = logs, failures
+    made.logs, made.failures, made.notes = logs, failures, notes
     started[#started + 1] = made
     return made
   end
@@ -719,13 +722,8 @@ describe("run.gang", function()
 
   it("says who does not answer, and who answers again", function()
     make(1, 3)
-    local said = {}
-    local one = gang_of("until [ -e ../over ]; do sleep 0.05; done", {
-      silence = 0.5,
-      on_note = function(text)
-        said[#said + 1] = text
-      end,
-    })
+    local one = gang_of("until [ -e ../over ]; do sleep 0.05; done", { silence = 0.5 })
+    local said = one.notes
     one:stage()
     one:go()
     task.all({
@@ -818,13 +816,7 @@ describe("run.gang", function()
 
   it("waits for the logs of those who have ended after a stop as long as they come", function()
     make(1, 2)
-    local said = {}
-    local one = gang_of("echo up; sleep 300", {
-      after_grace = 1,
-      on_note = function(text)
-        said[#said + 1] = text
-      end,
-    })
+    local one = gang_of("echo up; sleep 300", { after_grace = 1 })
     local take, late = one.options.on_bytes, task.event()
     one.options.on_bytes = function(worker, bytes)
       take(worker, bytes)
@@ -861,8 +853,11 @@ describe("run.gang", function()
       assert.equal("up\n", outcome.tail)
       assert.equal(remote_log(one, address), one.logs[address])
     end
-    assert.matches("^The log of slice 0 worker 1 is not all here: nothing of it has come for %d+ s$", said[1])
-    assert.equal(1, #said)
+    assert.matches(
+      "^The log of slice 0 worker 1 is not all here: nothing of it has come for %d+ s$",
+      one.notes[1]
+    )
+    assert.equal(1, #one.notes)
   end)
 
   it("does not count as silence that it did not run itself", function()

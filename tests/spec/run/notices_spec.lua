@@ -341,9 +341,11 @@ describe("run.hooks", function()
     -- Where standard output belongs to JSON lines, print does not write there.
     local printed = {}
     fs.write(path, "return { on_stall = function(what) print('at', what, nil) return io end }")
-    local quiet = hooks.load(path, function(format, ...)
-      printed[#printed + 1] = format:format(...)
-    end)
+    local quiet = hooks.load(path, {
+      say = function(_, format, ...)
+        printed[#printed + 1] = format:format(...)
+      end,
+    })
     assert.equal(io, quiet.on_stall(100))
     assert.same({ "at\t100\tnil" }, printed)
     fs.write(path, "return { on_stall = function() return 5 end }")
