@@ -33,26 +33,27 @@ local TAKEN = 5
 --- The grace of a run that does not say.
 local GRACE = require("ciranda.run.notices").GRACE.user
 
---- Whoever has just taken the run up may be another stop, which one more signal would have it leave: waits until that
---- one has begun.
+--- Whoever has taken the run up may be another stop, which one more signal would have it leave: waits until that one
+--- has begun. One that says of itself that it stops is waited for as long as it lives: its workers may be long in
+--- answering.
 ---@async
 ---@param state ciranda.journal.State
----@param runner ciranda.journal.Runner
 ---@return ciranda.journal.State
-local function settled(state, runner)
-  local open = runs.open_attempt(state)
-  while
-    open
-    and runner.us > open.gone
-    and os.time() <= runner.us / 1e6 + TAKEN
-    and not runs.stop_begun(open)
-    and runs.runner(state)
-  do
+local function settled(state)
+  while true do
+    local open, runner = runs.open_attempt(state), runs.runner(state)
+    if
+      not open
+      or not runner
+      or runner.us <= open.gone
+      or runs.stop_begun(open)
+      or not runner.stops and os.time() > runner.us / 1e6 + TAKEN
+    then
+      return state
+    end
     task.sleep(LOOK)
     state = runs.read(state.run)
-    open = runs.open_attempt(state)
   end
-  return state
 end
 
 --- Asks the runner on this machine to stop, unless somebody has done so (one more signal would have it leave the stop),
@@ -128,6 +129,7 @@ local function take_up(context, run)
     json = true, -- the logs are brought home, and not shown
     grace = context.flags.GRACE,
     take = context.flags.TAKE,
+    stops = true,
     on_interrupt = function(fn)
       handler = fn
       return context.on_interrupt(fn)
@@ -154,8 +156,9 @@ function M.run(context)
       ):format(state.run, runner.pid, runner.host),
     })
   elseif life == "alive" then
-    state = settled(state, runner)
-    if not runs.runner(state) then
+    state = settled(state)
+    runner = runs.runner(state)
+    if not runner then
       return M.run(context)
     end
     state = stop_runner(context, state, runner)

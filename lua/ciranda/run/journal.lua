@@ -133,6 +133,7 @@ end
 ---@field start_time integer?
 ---@field boot_id string
 ---@field host string
+---@field stops boolean? it has the run in order to stop it
 ---@field us integer since when, microseconds since 1970
 
 --- Is the process that wrote a runner fact still there? "unknown" for one on another machine that shares this
@@ -390,8 +391,8 @@ end
 
 --- Opens a run's journal for writing, and makes the run when it is new.
 ---@param run string
----@param options { recipe: string?, arguments: string[]?, take: boolean? }? take: go on although a runner on
----  another machine never said goodbye
+---@param options { recipe: string?, arguments: string[]?, take: boolean?, stops: boolean? }? take: go on although a
+---  runner on another machine never said goodbye; stops: for others to see that this runner is here to stop the run
 ---@return ciranda.Journal journal to be closed; a `<close>` variable may hold it
 -- Raises "busy" when another runner has this run now.
 function M.open(run, options)
@@ -429,6 +430,7 @@ function M.open(run, options)
     start_time = start_time(pid),
     boot_id = boot_id(),
     host = uv.os_gethostname(),
+    stops = options.stops,
   })
   if is_new then
     -- The name of the file is on the disk too.

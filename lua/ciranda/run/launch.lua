@@ -426,6 +426,7 @@ end
 ---@field show string?
 ---@field grace number? seconds a stop by the user gives (what the run was started with)
 ---@field take boolean? take the run from a runner on another machine that never said goodbye
+---@field stops boolean? it is taken up to be stopped: other programs that want that wait for it
 
 --- The user's hooks for a run that is taken up. A file that is gone since, or was broken, must not keep anybody from
 --- the run.
@@ -459,7 +460,7 @@ function M.attach(options)
   end
   local fleet <close> = known.fleet(last, options.connect_options)
   check_show(fleet, options.show)
-  local journal <close> = journals.open(options.run, { take = options.take })
+  local journal <close> = journals.open(options.run, { take = options.take, stops = options.stops })
   local _ <close> = farewell(journal, options.on_interrupt)
   local mine = known.kept(last)
   mine.fleet, mine.run, mine.directory = fleet, options.run, last.directory

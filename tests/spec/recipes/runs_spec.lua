@@ -35,11 +35,12 @@ describe("runs, logs and stop", function()
   end
 
   --- Starts a run that goes on until it is told to stop.
-  local function start_endless(run)
+  local function start_endless(run, ...)
     local running = place:start("multihost_runner", {
       "--RUN_NAME=" .. run,
       "--GRACE=20",
       "--COMMAND=trap 'echo saving; exit 0' TERM; sleep 600 & echo up; wait",
+      ...,
     })
     for slice = 0, workers - 1 do
       place:log_has(run, slice, 0, "up\n")
@@ -188,6 +189,29 @@ describe("runs, logs and stop", function()
         assert.equal(143, running.wait().code)
       end
     end
+  end)
+
+  it("waits for another stop, however long that takes to begin", function()
+    local run = place:name("patient")
+    local running = start_endless(run, "--CHECKPOINT_DIR=checkpoints") -- which are looked at before the stop
+    uv.kill(running.program.pid, "sigkill")
+    running.wait()
+    local server = place.servers["0/0"]
+    uv.kill(server.pid, "sigstop") -- who comes now is not greeted
+    local first = place:start("stop", { run }, { fleet = false })
+    assert(support.ssh.wait_for(function()
+      return standing(run).state == "running"
+    end))
+    uv.kill(first.program.pid, "sigstop")
+    local second = place:start("stop", { run }, { fleet = false })
+    task.sleep(8) -- longer than whoever takes a run up is believed to be about to stop it
+    uv.kill(server.pid, "sigcont")
+    uv.kill(first.program.pid, "sigcont")
+    for _, stop in ipairs({ first, second }) do
+      local result = stop.wait()
+      assert.equal(0, result.code, result.err)
+    end
+    assert.same({ "ended", 143 }, { standing(run).state, standing(run).status })
   end)
 
   it("reads on the workers what no runner has brought, and leaves no trace of it here", function()
