@@ -10,9 +10,8 @@ local task = require("ciranda.task")
 
 local M = {}
 
---- Seconds that a new key may take to reach the workers: gcloud tries ten times at 5 s.
-local PROPAGATION = 60
-local PAUSE = 2
+--- Seconds that a new key may take to reach the workers (gcloud tries ten times at 5 s), and between two tries.
+M.PROPAGATION, M.PAUSE = 60, 2
 
 --- The user that logs in: CIRANDA_SSH_USER, else the local user's name, as gcloud has it.
 ---@param given string?
@@ -58,13 +57,14 @@ local function import(options, note)
 end
 
 --- Makes sure that the key is let in everywhere: tries one worker, and when it refuses the key adds it to the metadata
---- of the nodes that do not have it, or, where OS Login is on, to the account's profile; then waits until that worker
---- lets it in. Where the nodes' own metadata turns OS Login on, the key is imported first.
+--- of the nodes that do not have it, or, where OS Login is on, to the account's profile; then waits until the workers
+--- let it in. Where the nodes' own metadata turns OS Login on, the key is imported first.
 ---@async
 ---@param options { tpu: ciranda.gcp.Tpu, fleet: ciranda.Fleet, user: string, user_given: boolean?, public: string,
 ---  on_note: fun(text: string)? } user_given: OS Login must not choose another
 ---@return string user who logs in
--- Raises "auth" when the key is refused all the same; what connecting and the API's calls raise otherwise.
+-- Raises "auth" when that worker refuses the key all the same; what connecting to it and the API's calls raise
+-- otherwise.
 function M.ensure(options)
   local os_login = require("ciranda.gcp.os_login")
   local fleet = options.fleet
@@ -100,16 +100,28 @@ function M.ensure(options)
     )
     error(problem, 0)
   end
-  local deadline = clock.now() + PROPAGATION
-  while true do
-    ok, problem = pcall(link.connection, link)
-    if ok then
-      return options.user
-    elseif not err.is(problem, "auth") or clock.now() > deadline then
-      error(problem, 0)
+  local deadline = clock.now() + M.PROPAGATION
+  local function knock(at)
+    while true do
+      local let_in, why = pcall(at.connection, at)
+      if let_in or not err.is(why, "auth") or clock.now() > deadline then
+        return let_in, why
+      end
+      task.sleep(M.PAUSE)
     end
-    task.sleep(PAUSE)
   end
+  ok, problem = knock(link)
+  if not ok then
+    error(problem, 0)
+  end
+  -- The others hear of the key each in its own time. What else keeps one from us is told by whoever wants it.
+  task.map(fleet:workers(), function(worker)
+    local let_in, why = knock(fleet:link(worker))
+    if not let_in and err.is_fatal(why) then
+      error(why, 0)
+    end
+  end)
+  return options.user
 end
 
 return M
