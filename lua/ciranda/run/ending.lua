@@ -8,8 +8,9 @@ local STOPPED = require("ciranda.fleet.signals").STOPPED
 
 local M = {}
 
---- States of a node after which its worker was preempted.
-local PREEMPTED = { PREEMPTED = true, TERMINATED = true, gone = true }
+--- States of a node after which its worker was preempted. One that is being deleted is gone in a moment: of what is
+--- taken away with its queued resource nobody knows which of the two a look will see.
+local PREEMPTED = { PREEMPTED = true, TERMINATED = true, DELETING = true, gone = true }
 
 --- Log lines shown of the worker that failed first.
 local TAIL_LINES = 20

@@ -461,7 +461,12 @@ describe("run.launch", function()
   end)
 
   it("tells a preempted node from a machine that failed", function()
-    for state, kind in pairs({ PREEMPTED = "preempted", gone = "preempted", READY = "infra" }) do
+    for state, kind in pairs({
+      PREEMPTED = "preempted",
+      DELETING = "preempted",
+      gone = "preempted",
+      READY = "infra",
+    }) do
       place.said = {}
       local result = run_with(
         settings("sleep 300", {
