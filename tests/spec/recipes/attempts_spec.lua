@@ -4,16 +4,18 @@ local fs = require("ciranda.io.fs")
 local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
 
+-- Seconds from a notice to what it speaks of, which pass when the spec lets them.
+local NOTICE = 600
+
 describe("multihost_runner on machines that are lost", function()
   local cloud
 
   setup(function()
-    -- A notice comes some seconds before what it speaks of.
     cloud = cloud_support.start({
       slices = 2,
       type = "v5litepod-4",
       prefix = "job",
-      grace = { notice = 6 },
+      grace = { notice = NOTICE },
     })
     fs.write(cloud.root .. "/code/train.py", fs.read("tests/fixtures/trainer/train.py"))
   end)
@@ -58,12 +60,20 @@ describe("multihost_runner on machines that are lost", function()
     end)
   end
 
-  local function attempts(run)
+  --- The facts of a run's journal, as far as their lines are whole.
+  local function facts(run)
     local list = {}
     for line in
       fs.read(("%s/state/ciranda/runs/%s/journal.jsonl"):format(cloud.root, run)):gmatch("([^\n]+)\n")
     do
-      local fact = json.decode(line)
+      list[#list + 1] = json.decode(line)
+    end
+    return list
+  end
+
+  local function attempts(run)
+    local list = {}
+    for _, fact in ipairs(facts(run)) do
       if fact.fact == "attempt" then
         list[#list + 1] = fact
       elseif fact.fact == "attempt_end" then
@@ -124,6 +134,11 @@ describe("multihost_runner on machines that are lost", function()
         timeout = 20,
       })
       assert.equal(200, answer.status, answer.body)
+      -- The machine restarts when everybody has saved and left, however long that takes here.
+      cloud_support.wait("the end of the first attempt", function()
+        return attempts("r2")[1].kind
+      end)
+      control("clock", { advance = NOTICE })
       another_attempt("r2")
       let_end("r2")
       local result = running.wait()
@@ -179,9 +194,12 @@ describe("multihost_runner on machines that are lost", function()
       local running = start("r4", "--PREEMPTION_RESTARTS=2", "--RECREATE=true")
       log_has("r4", "completed step: 12,")
       control("nodes/job-1:preempt", { notice = 0 })
+      -- Noted after it has been said: a runner that dies in between asks once more.
       cloud_support.wait(running.errors, function()
-        return running.errors():find("job is asked for again", 1, true)
+        local list = facts("r4")
+        return list[#list].fact == "recreated"
       end)
+      assert.matches("job is asked for again", running.errors(), 1, true)
       -- The runner dies while it waits, and another goes on.
       running.program:signal("SIGKILL")
       local before = running.wait().err
@@ -205,8 +223,7 @@ describe("multihost_runner on machines that are lost", function()
       assert.is_true(first >= 10 and first % 10 == 0, log)
       -- The intent came before the delete, the delete before the request; and what was asked for is the same.
       local order = {}
-      for line in fs.read(cloud.root .. "/state/ciranda/runs/r4/journal.jsonl"):gmatch("[^\n]+") do
-        local fact = json.decode(line)
+      for _, fact in ipairs(facts("r4")) do
         if fact.fact == "recreate" or fact.fact == "object" or fact.fact == "recreated" then
           order[#order + 1] = fact.phase or fact.fact
         end

@@ -1,15 +1,20 @@
 -- A drill by a maintenance event that the simulated cloud's API sends to the nodes of a live run: the platform signals
 -- who holds the accelerators, the runner tells the others, and the machines restart.
 local fs = require("ciranda.io.fs")
+local http = require("ciranda.io.http")
 local json = require("ciranda.io.json")
 local support = dofile("tests/spec/recipes/cloud_support.lua")
+local task = require("ciranda.task")
 local uv = require("luv")
+
+-- Seconds from a notice to its maintenance, which pass when the spec lets them.
+local NOTICE = 600
 
 describe("autocheckpoint drill --BY=maintenance", function()
   local cloud, shared
 
   setup(function()
-    cloud = support.start({ grace = { notice = 2, maintenance = 20 } })
+    cloud = support.start({ grace = { notice = NOTICE } })
     shared = cloud.simulator.env.CIRANDA_SIM_SHARED
     fs.write(cloud.root .. "/code/train.py", fs.read("tests/fixtures/trainer/train.py"))
     for _, words in ipairs({
@@ -61,8 +66,21 @@ describe("autocheckpoint drill --BY=maintenance", function()
     return running
   end
 
-  local function drill(run, ...)
-    local result = cloud:run("--json", "autocheckpoint", "drill", run, "--BY=maintenance", ...)
+  --- Runs a drill. The maintenance begins when it has seen the notice, and so has the run's runner, if there is one.
+  local function drill(run, runner, ...)
+    local drilling = cloud:start_program("--json", "autocheckpoint", "drill", run, "--BY=maintenance", ...)
+    local scope <close> = task.scope()
+    local ending = scope:spawn(drilling.wait)
+    wait("the notice of " .. run, runner or drilling, function()
+      return ending:status() == "done"
+        or drilling.out():find("Notice: maintenance", 1, true)
+          and (not runner or runner.errors():find("Notice: maintenance", 1, true))
+    end)
+    if ending:status() ~= "done" then
+      local url = cloud.simulator.url .. "/sim/v1/clock"
+      assert.equal(200, http.post(url, { advance = NOTICE }).status)
+    end
+    local result = ending:wait()
     return result, json.decode(result.out:match("([^\n]+)\n$") or "{}")
   end
 
@@ -75,7 +93,7 @@ describe("autocheckpoint drill --BY=maintenance", function()
     "saves at one step, restarts and resumes, with a runner that stops and then with the platform alone",
     function()
       local running = train("m1", "ms", 2, "--save-every=1000")
-      local result, last = drill("m1", "--WORKERS=slice1/worker0")
+      local result, last = drill("m1", running, "--WORKERS=slice1/worker0")
       assert.equal(0, result.code, result.out .. result.err)
       local step =
         tonumber(last.message:match("^drill: step (%d+) was saved in [%d.]+ s and training resumed from it$"))
@@ -105,7 +123,7 @@ describe("autocheckpoint drill --BY=maintenance", function()
 
   it("sees the runner go on by itself", function()
     local running = train("m2", "ms", 2, "", "--PREEMPTION_RESTARTS=1")
-    local result, last = drill("m2")
+    local result, last = drill("m2", running)
     assert.equal(0, result.code, result.out .. result.err)
     assert.matches("its runner has it", result.out, 1, true)
     local step = tonumber(last.message:match("step (%d+) was saved"))
@@ -122,7 +140,7 @@ describe("autocheckpoint drill --BY=maintenance", function()
     "fails of a save that takes longer than the grace, on one TPU VM whose runner is all there is",
     function()
       local running = train("m3", "vm", 1, "--variant=slow-saver --save-seconds=60")
-      local result, last = drill("m3", "--GRACE=1")
+      local result, last = drill("m3", running, "--GRACE=1")
       assert.equal(1, result.code, result.out .. result.err)
       assert.matches("^drill failed: ", last.message)
       assert.matches("not saved: nothing was saved after the signal", last.message, 1, true)
