@@ -4,6 +4,8 @@ local process = require("ciranda.io.process")
 local uv = require("luv")
 
 local BINARY = assert(os.getenv("CIRANDA_BINARY") or require("ciranda.core.engine").executable)
+-- Seconds for a page: nearly all that a test may take (ciranda.cli.testing).
+local LIMIT = (tonumber(os.getenv("CIRANDA_TEST_TIMEOUT")) or 120) - 10
 
 --- The blocks of a page, in order: {kind, text}.
 local function blocks(text)
@@ -66,7 +68,7 @@ local function run(directory, shown)
     "-m",
     directory .. "/session.sh",
     cwd = directory,
-    timeout = 110,
+    timeout = LIMIT,
     env = {
       HOME = directory,
       TMPDIR = directory,

@@ -75,6 +75,16 @@ function M.client(options)
   }
 end
 
+--- Such a client, whose calls are given up after so many attempts: their time is over then, and not before.
+function M.client_for(tries)
+  local client = M.client()
+  local now = client.now
+  function client:now()
+    return now(self) + (self.calls >= tries and 1e6 or 0)
+  end
+  return client
+end
+
 --- A configuration that knows a project, a zone and an endpoint, and reads no files.
 function M.config(endpoint, more)
   local variables = {

@@ -258,7 +258,7 @@ describe("ciranda.gcp.tpu", function()
           end
         end
         local qr = tpu:create(request())
-        qr:wait("ACTIVE", fast())
+        qr:wait("ACTIVE", fast { not_yet = 60 })
         assert.equal(0, hidden)
 
         local scope <close> = task.scope()

@@ -202,7 +202,7 @@ describe("recipes on the simulated cloud", function()
     program:close()
     local listed = ciranda("gc")
     assert.equal(0, listed.code, listed.err)
-    assert.matches("lost +lost +us%-west4%-a +%d+s +[04] +%u[%u_]+ +a job +keep", listed.out)
+    assert.matches("lost +lost +us%-west4%-a +%d+[sm] +[04] +%u[%u_]+ +a job +keep", listed.out)
     assert.matches(
       "1 count against the quota of queued resources, and [04] chips against that of TPUs",
       listed.err

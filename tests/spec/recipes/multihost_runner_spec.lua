@@ -173,12 +173,20 @@ describe("multihost_runner on real sshds", function()
   it("loses nothing to kill -9 of the runner: attach brings the rest and the status", function()
     local running = place:start("multihost_runner", {
       "--RUN_NAME=" .. place:name("r6"),
-      "--COMMAND=echo run >> runs; for i in $(seq 40); do echo line $i; sleep 0.05; done; sleep 2; exit 3",
+      "--COMMAND=echo run >> runs; for i in $(seq 40); do echo line $i; sleep 0.05; done; "
+        .. "until [ -e finish ]; do sleep 0.1; done; exit 3",
     })
     place:log_has(place:name("r6"), 0, 0, "line 5\n")
     uv.kill(running.program.pid, "sigkill")
     running.wait()
-    local result = place:run("attach", { place:name("r6") }, { fleet = false })
+    local attached = place:start("attach", { place:name("r6") }, { fleet = false })
+    assert(support.ssh.wait_for(function()
+      return fs.read(attached.err_path):find("Taking up run", 1, true)
+    end))
+    for slice = 0, workers - 1 do
+      fs.write(("%s/%s/finish"):format(place:home(slice, 0), place:name("r6")), "", { sync = false })
+    end
+    local result = attached.wait()
     assert.equal(3, result.code, result.err)
     local expected = {}
     for line = 1, 40 do

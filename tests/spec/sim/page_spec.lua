@@ -12,9 +12,10 @@ local status_page = require("ciranda.sim.status_page")
 local task = require("ciranda.task")
 local support = dofile(debug.getinfo(1, "S").source:match("@(.*/)") .. "support.lua")
 
--- How often the page looks, in steps of 80 seconds of the simulated day; and seconds for all of it.
+-- How often the page looks, in steps of 80 seconds of the simulated day; and seconds for all of it, nearly all that a
+-- test may take (ciranda.cli.testing).
 local LOOKS = 26
-local DEADLINE = 110
+local DEADLINE = (tonumber(os.getenv("CIRANDA_TEST_TIMEOUT")) or 120) - 10
 
 local function browser()
   for _, name in ipairs({ "chromium", "chromium-browser", "google-chrome" }) do
