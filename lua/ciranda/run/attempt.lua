@@ -272,16 +272,24 @@ function Attempt:ask_guard(arguments, options, path, with_status)
   end)
 end
 
---- Ends an earlier attempt of ours on this worker: it would hold the accelerator.
+--- Ends an earlier attempt of ours on this worker: it would hold the accelerator. Where its guard was killed meanwhile
+--- the next one is asked.
 ---@param path string
 ---@param grace number seconds between TERM and KILL
 -- Raises "busy" when something of it is left.
 function Attempt:end_earlier(path, grace)
-  local answer = self:ask_guard(
-    ('stop %%s --grace %.3f --reason "%s"'):format(grace, M.TAKEN),
-    { timeout = grace + SHORT },
-    path
-  )
+  local line = ('stop %%s --grace %.3f --reason "%s"'):format(grace, M.TAKEN)
+  local ends, pause = clock.now() + grace + SHORT, 0.2
+  local answer
+  while true do
+    answer = self:ask_guard(line, { timeout = grace + SHORT }, path)
+    local again = answer.code == GUARD_FAILED and answer.stderr:find(ASK_AGAIN, 1, true)
+    if not again or clock.now() + pause >= ends then
+      break
+    end
+    task.sleep(pause)
+    pause = math.min(pause * 2, 5)
+  end
   if answer.code == GUARD_LOST then
     -- Its machine was restarted under it: nothing to end, now or later.
     self:shell(("touch %s/forgotten"):format(path))
