@@ -26,7 +26,7 @@ describe("run.launch", function()
   end
 
   local function settings(command, more)
-    local all = { grace = 20, success = "Multihost runner finished successfully!" }
+    local all = { grace = 60, success = "Multihost runner finished successfully!" }
     return place:settings(command, all, more)
   end
 
@@ -137,9 +137,11 @@ describe("run.launch", function()
   end)
 
   it("tells of the others, that do not end, after the cause", function()
-    local command =
-      "trap '' TERM; [ $CIRANDA_SLICE_ID = 1 ] && exit 5; until [ -e %s/over ]; do sleep 0.1; done"
-    local options = settings(command:format(root), { failure_grace = 100 })
+    local command = [[
+      trap '' TERM
+      if [ $CIRANDA_SLICE_ID = 1 ]; then until [ -e %s/up.0 ] && [ -e %s/up.1 ]; do sleep 0.02; done; exit 5; fi
+      : > %s/up.$CIRANDA_WORKER_ID; until [ -e %s/over ]; do sleep 0.1; done]]
+    local options = settings(command:gsub("%%s", root), { failure_grace = 100 })
     local wanted = "Stopping, %d+ s: told: slice0/worker%[0%-1%]; ended: slice1/worker%[0%-1%]"
     function options.progress.status(_, words)
       place.said[#place.said + 1] = words
@@ -194,7 +196,7 @@ describe("run.launch", function()
     "says not saved of one that ignores TERM, whatever its status, and tells meanwhile who is awaited",
     function()
       local command = trainer("--steps 100000 --variant ignores-term --save-every 5")
-      local options = settings(command, { checkpoint_directory = root .. "/shared", grace = 2.5 })
+      local options = settings(command, { checkpoint_directory = root .. "/shared", grace = 4 })
       local told, states = {}, {}
       function options.progress.status(_, words, state)
         if words:find("^Saving, ") then
@@ -221,7 +223,7 @@ describe("run.launch", function()
   )
 
   it("leaves at once on the second Ctrl-C, while the stop goes on", function()
-    local result = run_with(settings("trap '' TERM; echo up; sleep 60", { grace = 4 }), {
+    local result = run_with(settings("trap '' TERM; echo up; sleep 60", { grace = 10 }), {
       { when = log_has(0, 0, "up"), act = signal("SIGINT") },
       {
         when = function()
@@ -579,7 +581,12 @@ describe("run.launch", function()
     assert.is_nil(text():find("quiet", 1, true))
     place.said = {}
     launch.run(settings("echo same", { show = "all" }))
-    assert.matches("slice[0-1]/worker[0-1]: same", text(), 1, true)
+    -- Of all, and equal lines that come in one moment together.
+    local shown = {}
+    for set in text():gmatch("(%S+): same") do
+      table.insert(shown, set)
+    end
+    assert.equal(4, #workers:select(table.concat(shown, ",")), text())
   end)
 
   it("refuses a link directory that is not ours", function()

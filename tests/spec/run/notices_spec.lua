@@ -250,6 +250,14 @@ describe("an attempt", function()
           end
         end,
         on_stall = function()
+          -- The first look tells what was there before: it has been answered when there is a second one.
+          patience.wait_for("two looks at the checkpoints", function()
+            local looks = 0
+            for _, sent in ipairs(machines["0.0"].commands) do
+              looks = looks + (sent:find("ciranda-listing", 1, true) and 1 or 0)
+            end
+            return looks >= 2
+          end)
           fs.mkdir(root .. "/shared/5")
         end,
       },

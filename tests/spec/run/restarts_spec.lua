@@ -29,7 +29,7 @@ describe("run.launch with several attempts", function()
   end
 
   local function settings(command, more)
-    local all = { grace = 20, restart_pause = 0.05, checkpoint_directory = root .. "/shared" }
+    local all = { grace = 60, restart_pause = 0.05, checkpoint_directory = root .. "/shared" }
     return place:settings(command, all, more)
   end
 
@@ -254,6 +254,9 @@ describe("run.launch with several attempts", function()
       end,
       function()
         when(1, "up", function()
+          patience.wait_for("the other worker", function()
+            return uv.fs_stat(machines["1.0"].home .. "/again")
+          end)
           handler("SIGHUP", 1)
         end)
       end,
@@ -272,8 +275,11 @@ describe("run.launch with several attempts", function()
   end)
 
   it("attach goes on where a runner ended on its way to another attempt", function()
-    local command = "[ -e ../again ] && exit 0; touch ../again; exit 9"
-    local options = settings(command, { restarts = { user = 1 }, restart_pause = 3600 })
+    -- Who fails has the other one stopped.
+    local command = [[
+      [ -e ../again ] && exit 0; touch ../again
+      until [ -e %s/home-0.0/again ] && [ -e %s/home-1.0/again ]; do sleep 0.02; done; exit 9]]
+    local options = settings(command:gsub("%%s", root), { restarts = { user = 1 }, restart_pause = 3600 })
     local attach = {
       run = "r1",
       connect_options = { connect = connect, retry_for = 2 },

@@ -29,7 +29,7 @@ describe("run.setup", function()
     local scope <close> = task.scope()
     local staging = scope:spawn(one.stage, one)
     place.wait(function()
-      return place:read("0.0", "did")
+      return place:read("0.0", "did") == "did\n"
     end, 60)
     staging:cancel("gone")
     return (pcall(staging.wait, staging))

@@ -95,10 +95,13 @@ describe("a runner that is busy minds its signals:", function()
     }
   end
 
-  --- The workers on which the command was told to stop.
-  local function stopped(address)
-    patience.wait_for("TERM on " .. address, function()
-      return uv.fs_stat(machines[address].home .. "/told") ~= nil
+  --- Waits until the command on the first worker was told to stop, and the runner has seen that it has.
+  local function first_stopped()
+    patience.wait_for("TERM on 0.0", function()
+      return uv.fs_stat(machines["0.0"].home .. "/told") ~= nil
+    end)
+    patience.wait_for("the end on 0.0", function()
+      return journal.read("r1").attempts[1].exits["0/0"]
     end)
   end
 
@@ -115,7 +118,7 @@ describe("a runner that is busy minds its signals:", function()
       return uv.fs_stat(machines["0.0"].home .. "/up") ~= nil
     end)
     signal("SIGINT")
-    stopped("0.0")
+    first_stopped()
     signal("SIGINT")
     said("once more to leave without that")
     signal("SIGINT")
@@ -182,7 +185,7 @@ describe("a runner that is busy minds its signals:", function()
     running, signal = begin(scope, taken, launch.attach)
     said("Taking up run r1")
     signal("SIGTERM")
-    stopped("0.0")
+    first_stopped()
     signal("SIGTERM")
     said("once more to leave without that")
     signal("SIGTERM")

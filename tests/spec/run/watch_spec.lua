@@ -117,15 +117,18 @@ describe("run.gang watches", function()
   end)
 
   it("knows the end of a log that is not followed, to tell cause from consequence, and brings it", function()
-    local one = start(
-      gang_of(
+    local one =
+      start(gang_of(
         1,
         3,
-        [[if [ $CIRANDA_WORKER_ID = 1 ]; then seq 200000; echo 'Socket closed'; exit 1; fi
-        if [ $CIRANDA_WORKER_ID = 2 ]; then sleep 0.5; echo 'the very reason'; exit 5; fi; exec sleep 60]],
+        ([[if [ $CIRANDA_WORKER_ID = 1 ]; then seq 200000; echo 'Socket closed'; exit 1; fi
+        if [ $CIRANDA_WORKER_ID = 2 ]; then
+          until [ -e %s/home-0.1/.ciranda/r1/$CIRANDA_ATTEMPT/exit ]; do sleep 0.05; done
+          sleep 1; echo 'the very reason'; exit 5
+        fi
+        exec sleep 60]]):format(root),
         { live = only_first }
-      )
-    )
+      ))
     -- Nobody hears of worker 1 before worker 2 has failed too.
     machines["0.1"].down = true
     machines["0.1"]:break_all()
@@ -326,10 +329,22 @@ describe("run.gang watches", function()
   end)
 
   it("with leader_only has ended when the leaders have, with their statuses and all they wrote", function()
-    local one = start(gang_of(1, 3, "(sleep 600; echo late) & seq 5000; exit $CIRANDA_WORKER_ID", {
+    -- Who fails has the others stopped: so all have written first, and the one that leaves with 0 has been seen to.
+    local command = [[
+      (sleep 600; echo late) & seq 5000; : > %s/wrote.$CIRANDA_WORKER_ID
+      if [ $CIRANDA_WORKER_ID = 0 ]; then
+        until [ -e %s/wrote.1 ] && [ -e %s/wrote.2 ]; do sleep 0.02; done
+      else
+        until [ -e %s/seen ]; do sleep 0.02; done
+      fi
+      exit $CIRANDA_WORKER_ID]]
+    local one = start(gang_of(1, 3, command:gsub("%%s", root), {
       leader_only = true,
       live = only_first,
       failure_grace = 20,
+      on_outcome = function()
+        io.open(root .. "/seen", "w"):close()
+      end,
     }))
     local began = uv.hrtime()
     local verdict = one:watch()
@@ -432,6 +447,14 @@ the_place_where_it_hangs()
     patience.wait_for("the program", function()
       return read(("%s/.ciranda/r1/%s/log"):format(machines["0.0"].home, one.options.id)) == "ready\n"
     end)
+    -- One that is just being started is still the shell, and would get the signal.
+    patience.wait_for("its sleep", function()
+      for _, line in pairs(machines["0.0"]:processes()) do
+        if line == "sleep 2.5 " then
+          return true
+        end
+      end
+    end)
     local seen = require("ciranda.run.stacks").look(workers, "r1", one.options.id)
     assert.matches("\npython: %d+\nthe place\n$", seen[1].text)
   end)
@@ -492,13 +515,14 @@ the_place_where_it_hangs()
     it("when ssh itself answers the go with 255", function()
       local one = gang_of(1, 1, "echo ran >> ../ran; sleep 0.3")
       one:stage()
-      -- What a proxy or a forced command may answer in ssh's place: the guard's `run` is repeated, not COMMAND.
+      -- What a proxy or a forced command may answer in ssh's place: the guard's `run` is repeated, not COMMAND. It
+      -- comes when COMMAND has done its work, for what could not be started is stopped.
       local shell = root .. "/shell"
       local file = assert(io.open(shell, "w"))
       file:write(
         (
           '#!/bin/sh\ncase "$2" in *" run .ciranda"*) if [ ! -e %s/once ]; then touch %s/once; /bin/bash "$@"; '
-          .. 'exit 255; fi;; esac\nexec /bin/bash "$@"\n'
+          .. 'until [ -s ran ]; do sleep 0.02; done; exit 255; fi;; esac\nexec /bin/bash "$@"\n'
         ):format(root, root)
       )
       file:close()
