@@ -5,7 +5,8 @@ describe("ciranda.io.clock", function()
   it("tells the time of day in seconds since 1970", function()
     local before = os.time()
     local wall = clock.wall()
-    assert.is_true(before <= wall and wall < os.time() + 1, tostring(wall))
+    -- os.time is behind by up to a tick of the kernel's, also when a second has just begun.
+    assert.is_true(before <= wall and wall < os.time() + 2, tostring(wall))
   end)
 
   it("measures in seconds with a clock that only goes forward", function()
@@ -13,7 +14,7 @@ describe("ciranda.io.clock", function()
       local began, wall = clock.now(), clock.wall()
       task.sleep(0.05)
       local took = clock.now() - began
-      assert.is_true(took >= 0.05, tostring(took))
+      assert.is_true(took >= 0.049, tostring(took)) -- the loop counts in whole milliseconds
       -- In the same unit as the time of day, unless somebody has just set that.
       assert.is_true(took <= clock.wall() - wall + 1, tostring(took))
     end)
