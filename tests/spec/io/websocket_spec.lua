@@ -280,6 +280,9 @@ describe("ciranda.io.websocket", function()
       local result = collect(ws).wait()
       assert.equal(1006, result.code)
       assert.matches("unknown kind 3", result.reason)
+      patience.wait_for("the code of the breach", function()
+        return seen[2]
+      end)
     end)
     assert.same({ frame.PONG, "are you there" }, seen[1])
     assert.equal(frame.CLOSE, seen[2][1])
@@ -537,7 +540,8 @@ describe("the engine's bare connections", function()
       local making <close> = support.start(openssl, arguments(words, key, certificate))
       making.ended:wait()
       local port = support.free_port()
-      words = "s_server -quiet -rev -accept %d -key %s -cert %s"
+      -- On one address only: on another one somebody else may have the port.
+      words = "s_server -quiet -rev -accept 127.0.0.1:%d -key %s -cert %s"
       local _ <close> = support.start(openssl, arguments(words, port, key, certificate))
       support.wait_for_port(port)
       local address = "https://localhost:" .. port
