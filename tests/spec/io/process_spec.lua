@@ -34,12 +34,11 @@ local function exists(pid)
   return fs.exists("/proc/" .. pid) ~= nil
 end
 
---- Wait until a process is gone, at most some seconds.
+--- Wait until a process has ended. Who has become its parent by then may bury it when it likes.
 local function gone(pid)
-  task.timeout(10, function()
-    while exists(pid) do
-      task.sleep(0.01)
-    end
+  patience.wait_for(("the end of process %s"):format(pid), function()
+    local ok, stat = pcall(fs.read, ("/proc/%s/stat"):format(pid))
+    return not ok or stat:find("^%d+ %(.*%) [ZX]")
   end)
   return true
 end
