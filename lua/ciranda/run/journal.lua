@@ -101,9 +101,9 @@ local function start_time(pid)
   if not file then
     return nil
   end
-  local text = file:read("a")
+  local text = file:read("a") -- nil when it has gone since
   file:close()
-  local after_name = text:match("^.*%)(.*)$")
+  local after_name = text and text:match("^.*%)(.*)$")
   local count = 0
   for field in (after_name or ""):gmatch("%S+") do
     count = count + 1

@@ -117,6 +117,34 @@ describe("run.journal", function()
   )
 
   it(
+    "takes a runner for dead that goes in the moment in which it is looked for",
+    in_task(function()
+      local open, gone = io.open, false
+      local _ <close> = journal.open("r1")
+      rawset(io, "open", function(path, ...)
+        local file = open(path, ...)
+        if path ~= ("/proc/%d/stat"):format(uv.os_getpid()) or gone then
+          return file
+        end
+        gone = true
+        return {
+          -- What the kernel says of a process that was there when its file was opened.
+          read = function()
+            return nil, "No such process", 3
+          end,
+          close = function()
+            return file:close()
+          end,
+        }
+      end)
+      local ok, state = pcall(journal.runner_state, journal.read("r1").runners[1])
+      rawset(io, "open", open)
+      assert.same({ true, "dead" }, { ok, state })
+      assert.is_true(gone)
+    end)
+  )
+
+  it(
     "does not take a run from another machine unless asked",
     in_task(function()
       journal.open("r1"):close()
