@@ -55,6 +55,7 @@ end
 ---@field shared string directory that the workers see too
 ---@field counts table
 ---@field duration number seconds that an undisturbed run takes
+---@field gate string? a file that COMMAND waits for once it has started
 local Walk = {}
 Walk.__index = Walk
 
@@ -81,7 +82,8 @@ end
 --- COMMAND: a line for its start, then lines that nobody could guess, each also kept in a file.
 function Walk:command(run)
   local base = ("%s/%s.$CIRANDA_SLICE_ID.$CIRANDA_WORKER_ID"):format(self.shared, run)
-  return ("echo $CIRANDA_ATTEMPT >> %s.starts; for i in $(seq %d); do "):format(base, LINES)
+  local gate = self.gate and ("until [ -e %s ]; do sleep 0.05; done; "):format(self.gate) or ""
+  return ("echo $CIRANDA_ATTEMPT >> %s.starts; %sfor i in $(seq %d); do "):format(base, gate, LINES)
     .. ("echo line $i $(od -An -N8 -tx8 /dev/urandom); sleep 0.01; done | tee -a %s.$CIRANDA_ATTEMPT.bytes"):format(
       base
     )
@@ -262,8 +264,10 @@ function Walk:settle_run(name, kill_too)
     end
     for attempt in (fs.exists(base .. ".starts") and fs.read(base .. ".starts") or ""):gmatch("%S+") do
       local copy = ("%s/%s/%s/output_slice_0000_worker_%04d.txt"):format(RUNS, name, attempt, worker)
+      local original = ("%s.%s.bytes"):format(base, attempt)
+      -- One that was stopped when it had only just started has not made its file yet.
       self:compare(
-        fs.read(("%s.%s.bytes"):format(base, attempt)),
+        fs.exists(original) and fs.read(original) or "",
         fs.exists(copy) and fs.read(copy) or "",
         ("%s, worker %d"):format(name, worker)
       )
@@ -402,6 +406,8 @@ local function control(simulator)
   end)
   say("%s: the control", name)
   walk:settle("create", name)
+  -- The job cannot end before its runner does, however late the kill comes.
+  walk.gate = walk.shared .. "/gate"
   name, argv = walk:fresh("run")
   local list = table.move(argv, 1, #argv, 1, {})
   list.env, list.stdout, list.stderr = walk.environment, process.DISCARD, process.DISCARD
@@ -415,6 +421,7 @@ local function control(simulator)
   end)
   child:signal("SIGKILL")
   task.timeout(COMMAND_LIMIT, child.wait, child)
+  fs.write(walk.gate, "")
   say("%s: the control", name)
   walk:settle("run", name)
   return { forgotten = walk.counts.forgotten, run_twice = walk.counts.run_twice }

@@ -62,7 +62,8 @@ local function relay_to(address, port)
           left = left - #bytes
           if left < 0 then
             relay.cuts = relay.cuts + 1
-            -- A part of what came still arrives: the cut is in the middle of a packet.
+            -- A part of what came still arrives: the cut is in the middle of a packet, and nothing comes after it.
+            from:read_stop()
             return to:write(bytes:sub(1, #bytes // 2), close)
           end
         end

@@ -64,10 +64,19 @@ function M.record(argv, environment, calls, scratch)
   return lines
 end
 
+--- A file of a process; "" when that is gone, which may be so between any two of these calls.
+local function of_process(pid, name)
+  local file = io.open(("/proc/%d/%s"):format(pid, name))
+  local text = file and file:read("a")
+  if file then
+    file:close()
+  end
+  return text or ""
+end
+
 --- Is this process there?
 local function alive(pid)
-  local text = contents(("/proc/%d/stat"):format(pid))
-  local state = text:match("^.*%) (%S)")
+  local state = of_process(pid, "stat"):match("^.*%) (%S)")
   return state ~= nil and state ~= "Z" and state ~= "X"
 end
 
@@ -83,7 +92,7 @@ end
 
 --- The process that a thread belongs to.
 local function process_of(thread)
-  return math.tointeger(tonumber(contents(("/proc/%d/status"):format(thread)):match("\nTgid:%s*(%d+)")))
+  return math.tointeger(tonumber(of_process(thread, "status"):match("\nTgid:%s*(%d+)")))
 end
 
 --- The thread that strace says it holds.
