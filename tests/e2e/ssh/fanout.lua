@@ -7,6 +7,7 @@ local support = dofile("tests/spec/ssh/support.lua")
 local COUNT = cases.short and 6 or 24
 local server = support.server({
   every_address = true,
+  config = { ("MaxStartups %d"):format(2 * COUNT) }, -- it stands for many: their own would turn nobody away
   authorized = { support.key("rsa"), support.key("ed25519") },
 })
 local workers = {}
