@@ -83,8 +83,8 @@ static int l_status(lua_State *L) {
 
 /*
  * channel:write(data, function(err) end) -> true: called when all of it is on its way, in the order
- * of the calls. Returns false when the channel takes no more, and the function is not called.
- * [-3, +1, e]
+ * of the calls, or with what has ended the session meanwhile. Returns false when the channel takes
+ * no more, and the function is not called. [-3, +1, e]
  */
 static int l_write(lua_State *L) {
   cir_ssh_channel *channel = check_channel(L);
@@ -92,8 +92,7 @@ static int l_write(lua_State *L) {
   const char *data = luaL_checklstring(L, 2, &size);
   luaL_checktype(L, 3, LUA_TFUNCTION);
   lua_settop(L, 3);
-  if (channel->state != CIR_SSH_RUNNING || channel->shutdown_wanted ||
-      channel->session->state == CIR_SSH_DEAD) {
+  if (channel->state != CIR_SSH_RUNNING || channel->shutdown_wanted) {
     lua_pushboolean(L, false);
     return 1;
   }

@@ -52,7 +52,7 @@ function M.new(raw, target, what, on_close)
     on_close(err)
   end
   if not raw:on_close(closed) then
-    closed({ code = "closed", message = "the channel has been closed" })
+    closed(select(2, raw:status()) or { code = "closed", message = "the channel has been closed" })
   end
   return self
 end
@@ -155,7 +155,8 @@ function Channel:write(data)
       done(nil, err)
     end)
     if not accepted then
-      done(nil, { code = "closed", message = ("%s takes no more input"):format(self.what) })
+      local _, fault = self.raw:status()
+      done(nil, fault or { code = "closed", message = ("%s takes no more input"):format(self.what) })
     end
     -- What has been queued is sent with the rest or goes with the channel: nobody need wait for it.
     return function()

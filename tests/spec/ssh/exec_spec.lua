@@ -372,6 +372,25 @@ describe("a command", function()
     stopped:close()
   end)
 
+  it("says of a write that comes too late what has ended it", function()
+    local stopped <close> = ssh.connect(server:options())
+    local channel <close> = stopped:start("cat")
+    local pids = {}
+    for _, pid in ipairs(server:sessions()) do
+      pids[#pids + 1] = pid
+      uv.kill(pid, "sigstop")
+    end
+    stopped:keepalive(0.1, 1)
+    local lost = support.wait_for(function()
+      return not stopped:is_open()
+    end)
+    for _, pid in ipairs(pids) do
+      uv.kill(pid, "sigcont")
+    end
+    assert.is_true(lost)
+    support.fails("lost", nil, channel.write, channel, "late")
+  end)
+
   it("is kept alive where no channel is open", function()
     local idle <close> = ssh.connect(server:options({ keepalive = { interval = 0.2, count = 15 } }))
     task.sleep(4)
