@@ -14,7 +14,8 @@ fail() {
 mkdir -p "$scratch/pkgconfig"
 printf 'Name: libssh2\nDescription: old\nVersion: 1.10.0\nLibs:\nCflags:\n' >"$scratch/pkgconfig/libssh2.pc"
 export PKG_CONFIG_PATH="$scratch/pkgconfig"
-# The archives below are away for good: they need not be tried again.
+# The archives below are away for good: they need not be tried again. Nor does anybody else's proxy know better.
+unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
 FETCH_PAUSES=
 export FETCH_PAUSES
 run() {
@@ -26,8 +27,10 @@ run() {
 sources() {
   mkdir -p "$scratch/parts"
   printf '%s' "$2" >"$scratch/parts/$1"
-  printf 'Dir::Etc::SourceList "/dev/null";\nDir::Etc::SourceParts "%s/parts";\nAcquire::Retries "0";\n' "$scratch" \
-    >"$scratch/apt.conf"
+  {
+    printf 'Dir::Etc::SourceList "/dev/null";\nDir::Etc::SourceParts "%s/parts";\n' "$scratch"
+    printf 'Acquire::Retries "0";\nAcquire::http::Proxy::127.0.0.1 "DIRECT";\n'
+  } >"$scratch/apt.conf"
   export APT_CONFIG="$scratch/apt.conf"
 }
 
