@@ -121,7 +121,8 @@ end
 local function free_port()
   while true do
     local socket, port = uv.new_tcp(), math.random(20000, 29999)
-    local free = socket:bind("127.0.0.1", port) and socket:listen(1, function() end)
+    -- On all addresses, as JAX's coordinator will: one that listens on any of them is in its way.
+    local free = socket:bind("0.0.0.0", port) and socket:listen(1, function() end)
     socket:close()
     if free then
       return port
@@ -242,6 +243,8 @@ end
 function Running:train(count)
   local ok, problem = pcall(task.timeout, START, function()
     while true do
+      -- Asked before the logs are read: a runner that ends in between has left them complete.
+      local lives = uv.kill(self.program.pid, 0)
       local least = math.huge
       for _, text in pairs(logs_of(self.run)) do
         least = math.min(least, #steps_in(text))
@@ -249,7 +252,7 @@ function Running:train(count)
       if least >= count then
         return
       end
-      assert(uv.kill(self.program.pid, 0), "the runner has ended")
+      assert(lives, "the runner has ended")
       task.sleep(0.1)
     end
   end)
