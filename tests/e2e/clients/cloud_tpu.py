@@ -399,12 +399,13 @@ def walk_operation_that_lags(client, tpu):
     """A create operation that is not done although the node is READY long since."""
     cloud, name = client.cloud, client.called("lagging")
     full, ready = f"{cloud.parent}/nodes/{name}", tpu_v2.Node.State.READY
-    cloud.fault(kind="slow_operation", method="nodes.create", seconds=8)
+    cloud.fault(kind="slow_operation", method="nodes.create", seconds=checks.HOLD)
     operation = tpu.create_node(parent=cloud.parent, node_id=name, node=single())
     eventually(f"{name} is READY", lambda: tpu.get_node(name=full).state == ready)
     client.raises(concurrent.futures.TimeoutError, operation.result, timeout=0.3)
     check(not operation.operation.done, "the operation is done after all")
     faults.struck.add("slow_operation")
+    checks.let_go(cloud)
     equal(done(operation).state, ready, "the response at last")
     done(tpu.delete_node(name=full))
 

@@ -33,9 +33,10 @@ API_CORE = {
 # The kinds of faults, the actions and the limits that a client has raised an exception for.
 struck = set()
 
-# Seconds: what a slow answer takes, what a client waits that is to give up before it comes, and
-# what one waits that is to have the answer, however busy the machine is.
-SLOW = 3.0
+# Seconds: what a slow answer takes, what a client waits that is to give up before it comes (a client
+# that the machine holds up for longer than the answer takes would find it there), and what one waits
+# that is to have the answer, however busy the machine is.
+SLOW = 60.0
 PATIENCE = 0.5
 PATIENT = 60.0
 

@@ -109,7 +109,7 @@ def walk_os_login(client, worker):
     users = api.resources.users()
     keys, name = users.sshPublicKeys(), f"users/{api.account}"
     worker.key, line = public_key()
-    body = {"key": line, "expirationTimeUsec": str(int((time.time() + 600) * 1e6))}
+    body = {"key": line, "expirationTimeUsec": str(int((time.time() + 86400) * 1e6))}
     answer = api.call(users.importSshPublicKey(parent=name, projectId=cloud.project, body=body))
     account = answer["loginProfile"]["posixAccounts"][0]
     check(account["primary"], "the only account is not the primary one")
@@ -123,7 +123,7 @@ def walk_os_login(client, worker):
     (fingerprint,) = answer["loginProfile"]["sshPublicKeys"]
     key = f"{name}/sshPublicKeys/{fingerprint}"
     equal(api.call(keys.get(name=key))["key"], line, "the key")
-    soon = str(int((time.time() + 300) * 1e6))
+    soon = str(int((time.time() + 43200) * 1e6))
     patched = api.call(keys.patch(name=key, body={"expirationTimeUsec": soon}))
     equal(patched["expirationTimeUsec"], soon, "the expiry")
     _, second = public_key()

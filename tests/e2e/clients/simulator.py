@@ -9,8 +9,10 @@ import time
 import urllib.error
 import urllib.request
 
-START_DEADLINE = 60
-STOP_DEADLINE = 20
+# Seconds: what the simulator gives itself for either (lua/ciranda/sim/init.lua) and a little more, so
+# that it is the one who says what has gone wrong. To end is to remove all its files, on whatever disk.
+START_DEADLINE = 130
+STOP_DEADLINE = 410
 
 # The control endpoint is asked directly, whatever proxies the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

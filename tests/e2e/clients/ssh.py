@@ -119,6 +119,9 @@ def walk_disk(client, worker):
 # The tags of the relay's messages.
 CONNECTED, DATA = 1, 4
 
+# Seconds until a client of the relay gives up, its handshake behind it.
+RELAY_PATIENCE = 1.5
+
 
 def receive(relay):
     """The next message; an empty one stands for a closing frame, after which the client raises."""
@@ -174,9 +177,9 @@ def walk_relay(client, worker):
     for kind in ("relay_mute", "relay_slow"):
         fault = {"kind": kind, "name": worker.short, "worker": 0}
         if kind == "relay_slow":
-            fault["seconds"] = faults.SLOW * 2
+            fault["seconds"] = faults.SLOW
         faults.expect(
-            client, fault, websocket.WebSocketTimeoutException, talk, patience=faults.SLOW / 2
+            client, fault, websocket.WebSocketTimeoutException, talk, patience=RELAY_PATIENCE
         )
 
 
