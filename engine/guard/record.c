@@ -137,8 +137,8 @@ void cir_announce(cir_state *state) {
   cir_text text = {data, sizeof data, 0};
   if (state->announced || state->count == 0 || !state->targets[0].ended_at)
     return;
-  state->announced = true;
   add_process(&text, &state->targets[0], state->targets[0].source, "}\n");
   if (cir_replace("leader.new", "leader", &text) != 0)
     unlink("leader.new");
+  state->announced = true; /* only now: a guard that is killed before it leaves this to its heir */
 }

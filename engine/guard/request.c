@@ -47,10 +47,8 @@ int cir_status(const cir_options *options) {
   bool lost = !record && started && !guarded;
   if (!record && (state || (state = cir_map(false))))
     copy = *state;
-  if (lost) { /* only the marks tell who is ours: the guards' pids may be another's by now */
-    copy.adopted = true;
+  if (lost) /* only the marks tell who is ours: the guards' pids may be another's by now */
     copy.guard = copy.outer = 0;
-  }
   cir_boot_id(options, boot_id, sizeof boot_id);
   cir_add(&text, "{\"state\":\"%s\",\"rebooted\":%s",
           record                 ? "exited"

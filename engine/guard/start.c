@@ -88,13 +88,15 @@ static int claim(const char *directory, staged *start, int *lock) {
 }
 
 /* Map the shared state, a new one or the one that is there. NULL with errno; EPROTO: another build
- * of the guard made it. */
+ * of the guard made it; EAGAIN: somebody is making it, on a slow disk for seconds. */
 cir_state *cir_map(bool fresh) {
   const uint32_t magic = 0x43524700u + (uint32_t)sizeof(cir_state);
+  uint32_t found = 0;
   int file = fresh ? cir_reserve("state", sizeof(cir_state)) : open("state", O_RDWR | O_CLOEXEC);
   if (file < 0)
     return NULL;
-  bool whole = lseek(file, 0, SEEK_END) >= (off_t)sizeof(cir_state);
+  bool whole = pread(file, &found, sizeof found, 0) >= 0 &&
+               lseek(file, 0, SEEK_END) >= (off_t)sizeof(cir_state);
   cir_state *state =
       whole ? mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
   close(file);
@@ -102,7 +104,7 @@ cir_state *cir_map(bool fresh) {
     *state = (cir_state){.magic = magic};
   if (state != MAP_FAILED && state->magic == magic && state->count <= CIR_TARGETS)
     return state;
-  errno = EPROTO;
+  errno = found ? EPROTO : EAGAIN;
   return NULL;
 }
 
@@ -111,17 +113,17 @@ static int set_up(cir_guard *guard, const cir_options *options, bool fresh) {
   guard->state = cir_map(fresh);
   for (size_t i = 0; i < CIR_TARGETS; i++)
     guard->pidfds[i] = -1;
-  int record = guard->state ? cir_reserve("exit.new", CIR_RECORD_SIZE) : -1;
-  if (record < 0 || cir_log_open(guard) != 0 || (mkfifo("wake", 0600) != 0 && errno != EEXIST) ||
-      (guard->wake = open("wake", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0)
-    return cir_fail("cannot set up the guard in %s: %m; %s", options->directory,
-                    fresh ? "nothing was started" : "what runs goes on");
-  if (fresh) {
+  if (fresh && guard->state) { /* first of all: who is killed from here on leaves the truth */
     strcpy(guard->state->error, "the guard was killed before it started the command");
     guard->state->options = *options;
     cir_boot_id(options, guard->state->boot_id, sizeof guard->state->boot_id);
     cir_clear_lock(guard);
   }
+  int record = guard->state ? cir_reserve("exit.new", CIR_RECORD_SIZE) : -1;
+  if (record < 0 || cir_log_open(guard) != 0 || (mkfifo("wake", 0600) != 0 && errno != EEXIST) ||
+      (guard->wake = open("wake", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0)
+    return cir_fail("cannot set up the guard in %s: %m; %s", options->directory,
+                    fresh ? "nothing was started" : "what runs goes on");
   close(record);
   return CIR_OK;
 }
@@ -212,7 +214,8 @@ static int begin(cir_guard *guard, staged *start, const char *directory) {
   if (outer > 0) {
     close(guard->lock); /* it is the guard's */
     for (int tries = 30000; !__atomic_load_n(&state->begun, __ATOMIC_ACQUIRE); tries--) {
-      if (tries == 0 || !cir_guarded())
+      /* A command may be over as soon as it has begun: who is gone may have begun before. */
+      if (cir_guarded() ? tries == 0 : !__atomic_load_n(&state->begun, __ATOMIC_ACQUIRE))
         return cir_fail("the guard of %s %s", directory,
                         tries ? "died while it started" : "has not begun in 30 s");
       cir_nap(1);
@@ -254,8 +257,9 @@ int cir_run(const cir_options *options) {
  * there is nothing to do. */
 int cir_adopt(const cir_options *options) {
   static cir_guard guard;
-  if (access("exit", F_OK) == 0 || access("started", F_OK) != 0 ||
-      (guard.lock = cir_take_lock()) < 0)
+  /* In this order: who had the lock before may have written the record. */
+  if (access("started", F_OK) != 0 || (guard.lock = cir_take_lock()) < 0 ||
+      access("exit", F_OK) == 0)
     return CIR_OK;
   const cir_state *there = cir_map(false);
   char boot_id[64];

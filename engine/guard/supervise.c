@@ -47,13 +47,14 @@ static int finish(cir_guard *guard) {
   return CIR_OK;
 }
 
-/* Take in the signals of this process. Returns whether one of them asks to stop. */
-static bool asked_to_stop(const cir_guard *guard) {
+/* Take in the signals of this process. To be told to end is to be asked to stop: in the shared
+ * state, so that it outlives this process too. */
+static void take_signals(const cir_guard *guard) {
+  const cir_options *options = &guard->state->options;
   struct signalfd_siginfo info;
-  bool stop = false;
   while (read(guard->signals, &info, sizeof info) == (ssize_t)sizeof info)
-    stop = stop || info.ssi_signo == SIGTERM || info.ssi_signo == SIGINT;
-  return stop;
+    if (info.ssi_signo == SIGTERM || info.ssi_signo == SIGINT)
+      cir_ask(guard->state, options->grace, options->linger, "the guard was told to end");
 }
 
 /* Whether anything of ours runs. What was adopted is nobody's child here: look for it. */
@@ -76,6 +77,7 @@ int cir_guard_loop(cir_guard *guard) {
   int64_t beat = 0, step = 0, look = 0;
   for (uint32_t i = 0; i < state->count; i++)
     state->targets[i].seized = false; /* the kernel let go of what another guard traced */
+  cir_settle(guard); /* get hold of them before anything else: who ends unheld is never known */
   state->guard = getpid();
   __atomic_store_n(&state->begun, true, __ATOMIC_RELEASE);
   while (anything_left(guard, &look)) {
@@ -102,21 +104,20 @@ int cir_guard_loop(cir_guard *guard) {
     char wake[64];
     while (read(guard->wake, wake, sizeof wake) > 0)
       step = 0; /* somebody asks for something: it is in the state */
-    if (asked_to_stop(guard))
-      cir_ask(state, state->options.grace, state->options.linger, "the guard was told to end");
+    take_signals(guard);
   }
   return finish(guard);
 }
 
-/* Pass signals on to the inner process, and go on in its place when it is killed. Returns the
- * guard's exit status. */
+/* Wake the inner process when a signal came here, and go on in its place when it is killed. Returns
+ * the guard's exit status. */
 int cir_outer_loop(cir_guard *guard, pid_t inner) {
   struct pollfd fd = {guard->signals, POLLIN, 0};
   siginfo_t info = {0};
   while (waitid(P_PID, (id_t)inner, &info, WEXITED | WNOHANG) == 0 && info.si_pid == 0) {
     poll(&fd, 1, -1);
-    if (asked_to_stop(guard))
-      kill(inner, SIGTERM);
+    take_signals(guard);
+    dprintf(guard->wake, "w");
   }
   if (access("exit", F_OK) == 0 || (info.si_code == CLD_EXITED && info.si_status == CIR_OK))
     return CIR_OK; /* whoever read the record may have taken the directory away by now */

@@ -127,7 +127,7 @@ static bool belongs(cir_tree *tree, size_t i, cir_state *state) {
     return false;
   if (proc->up >= 0)
     proc->in_tree = proc->parent == state->guard || belongs(tree, (size_t)proc->up, state);
-  if (!proc->in_tree && state->adopted)
+  if (!proc->in_tree && (state->adopted || state->guard == 0))
     proc->top = proc->in_tree = cir_find(state, proc) || marked(proc->pid);
   return proc->in_tree;
 }
@@ -158,7 +158,7 @@ size_t cir_tree_scan(cir_tree *tree, cir_state *state) {
     classify(proc);
     proc->ours = proc->alive;
     alive += proc->ours;
-    if (proc->up >= 0 && proc->ours)
+    if (proc->up >= 0) /* one that has ended counts until it was waited for */
       tree->list[proc->up].has_child = true;
   }
   return alive;
