@@ -297,13 +297,19 @@ function Gang:everyone(seconds, step, members)
   local children = {}
   for _, member in ipairs(members) do
     children[#children + 1] = scope:spawn(function()
-      local began = clock.now()
-      local ok, problem = pcall(task.timeout, seconds, step, member)
+      local own -- the step may have raised a timeout of its own
+      local ok, problem = pcall(task.timeout, seconds, function()
+        local well, raised = pcall(step, member)
+        if not well then
+          own = raised
+          error(raised, 0)
+        end
+      end)
       if not ok then
         if err.is_fatal(problem) then
           error(problem, 0)
         end
-        if err.is(problem, "timeout") and clock.now() - began >= seconds then
+        if err.is(problem, "timeout") and not rawequal(problem, own) then
           problem = err.new({
             code = "deadline",
             op = "stage",

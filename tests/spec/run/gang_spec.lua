@@ -473,6 +473,31 @@ describe("run.gang", function()
     assert.matches(wanted, e.message, 1, true)
   end)
 
+  it("tells its own deadline from a time limit of the step", function()
+    make(1, 1)
+    local one = gang_of("true")
+    -- A timer may come a part of a millisecond before its time, where the loop has turned for something else meanwhile.
+    local scope <close> = task.scope()
+    local other = scope:spawn(function()
+      while true do
+        task.sleep(0.007)
+      end
+    end)
+    local codes = {}
+    for _ = 1, 60 do
+      local failures = one:everyone(0.02, function()
+        task.event():wait()
+      end)
+      codes[failures[1].problem.code] = true
+    end
+    other:cancel("enough")
+    assert.same({ deadline = true }, codes)
+    local failures = one:everyone(60, function()
+      task.timeout(0.01, task.sleep, 60)
+    end)
+    assert.equal("timeout", failures[1].problem.code)
+  end)
+
   it("waits for a worker that boots", function()
     make(1, 2, { retry_for = 10 })
     machines["0.1"].down = true
