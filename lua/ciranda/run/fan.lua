@@ -17,6 +17,8 @@ M.MARK = "CIRANDA_COMMAND"
 
 --- Seconds between TERM and KILL for commands that are stopped, and until the workers must have answered.
 local GRACE, ANSWER = 5, 20
+--- Seconds after which KILL is sent in any case: a machine with much to do takes long for the looks of a grace.
+local LATEST = 8
 --- Looks, after the grace, at which whatever is found is killed: what was started meanwhile, too.
 local KILLS = 10
 --- Seconds in which what the stopped commands still said, and their ends, may arrive: a machine with much to do passes
@@ -34,8 +36,10 @@ local FILES = { "not_found", "permission", "invalid", "exists", "no_space", "fai
 local STOP = [[
 marked() { grep -alsF "{mark}" /proc/[0-9]*/environ | tr -dc "0-9\n"; };
 told=" "; n=0; clear=0; while [ $clear -lt 2 ] && [ $n -lt {last} ]; do [ $n = 0 ] || sleep 0.2; n=$((n+1));
+read -r up idle < /proc/uptime; up=${up%.*}; [ $n != 1 ] || from=$up;
 clear=$((clear+1)); for p in $(marked); do
-case "$told" in *" $p "*) s=0;; *) s=TERM; told="$told$p ";; esac; [ $n -le {tries} ] || s=KILL;
+case "$told" in *" $p "*) s=0;; *) s=TERM; told="$told$p ";; esac;
+[ $n -le {tries} ] && [ $((up-from)) -le {latest} ] || s=KILL;
 kill -$s $p 2>/dev/null && clear=0; done; done; test $clear = 2]]
 
 --- How many workers a batch has: --batch-size as it was typed.
@@ -86,7 +90,12 @@ end
 ---@return ciranda.fleet.Results
 local function end_commands(fleet, mark)
   local tries = math.tointeger(GRACE * 5)
-  local script = STOP:gsub("{(%l+)}", { mark = M.MARK .. "=" .. mark, tries = tries, last = tries + KILLS })
+  local script = STOP:gsub("{(%l+)}", {
+    mark = M.MARK .. "=" .. mark,
+    tries = tries,
+    last = tries + KILLS,
+    latest = LATEST,
+  })
   return fleet:run(shell.sh((script:gsub("\n", " "))), { timeout = ANSWER })
 end
 

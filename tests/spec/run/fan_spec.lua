@@ -74,6 +74,12 @@ describe("run.fan", function()
     assert.equal("KILL", done.results[1].signal)
   end)
 
+  it("kills after the grace also where each look takes long", function()
+    place:shadow("0.0", "grep", 'sleep 1.2\nexec {real} "$@"\n')
+    local done = stopped("trap '' TERM; : > up; exec sleep 600")
+    assert.equal("KILL", done.results[1].signal)
+  end)
+
   it("waits for the end of what it has stopped, which a machine with much to do passes on late", function()
     local command = ": > up; exec sleep 600"
     local function connect(settings)
