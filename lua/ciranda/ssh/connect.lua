@@ -27,7 +27,7 @@ M.KEEPALIVE = { interval = 30, count = 3 }
 --- Connections to one address that are not authenticated yet: OpenSSH begins to drop them at 10 (MaxStartups).
 M.MAX_STARTING = 8
 
---- Channels at once on a connection: OpenSSH allows 10 (MaxSessions).
+--- Commands at once on a connection: OpenSSH allows 10 (MaxSessions).
 M.MAX_CHANNELS = 8
 
 -- Seconds between attempts at a server that hangs up first, each with jitter.

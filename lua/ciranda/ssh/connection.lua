@@ -85,19 +85,18 @@ function Connection:_raise(err, op)
   errors.raise(errors.wrap(errors.wrap(err), { op = op or "ssh.exec", target = self.label }))
 end
 
---- Open a channel. Waits while as many are open as the server allows.
+--- Open a channel for a session. Waits while as many are open as the server allows.
 ---@private
----@param method function session.exec or session.tunnel
 ---@param request table
 ---@param what string
 ---@return ciranda.ssh.Channel
-function Connection:_open(method, request, what)
+function Connection:_open(request, what)
   request.timeout = self.channel_ms
   local slots = self.slots
   local refused = 0 -- with no channel of ours open
   while true do
     slots:acquire(SLOT)
-    local ok, raw = pcall(task.call, method, self.session, request)
+    local ok, raw = pcall(task.call, self.session.exec, self.session, request)
     if ok then
       self.had_channel = true
       return channels.new(raw, self.label, what, function()
@@ -106,7 +105,7 @@ function Connection:_open(method, request, what)
     end
     local others = slots.used - 1
     slots:release()
-    if raw.reason ~= "channel_refused" or method ~= self.session.exec then
+    if raw.reason ~= "channel_refused" then
       self:_raise(raw)
     elseif others > 0 then
       -- The server's MaxSessions is below our limit: wait for one of the others to end.
@@ -192,7 +191,7 @@ end
 
 ---@private
 function Connection:_start(command, options)
-  return self:_open(self.session.exec, self:_request(command, options), ("%q"):format(command))
+  return self:_open(self:_request(command, options), ("%q"):format(command))
 end
 
 --- Start a subsystem, such as "sftp".
@@ -201,7 +200,7 @@ end
 ---@return ciranda.ssh.Channel
 --- Raises as `start` does.
 function Connection:subsystem(name)
-  return self:_open(self.session.exec, { subsystem = name }, "the subsystem " .. name)
+  return self:_open({ subsystem = name }, "the subsystem " .. name)
 end
 
 --- Open a connection from the server to another place (as `ssh -W`): a channel that carries its bytes.
@@ -211,8 +210,13 @@ end
 ---@return ciranda.ssh.Channel
 --- Raises `refused`, `timeout`, or what ended the connection.
 function Connection:tunnel(host, port)
-  local request = { host = host, port = port }
-  return self:_open(self.session.tunnel, request, ("the tunnel to %s:%d"):format(host, port))
+  -- It is no session, of which servers allow few (MaxSessions): a jump host carries a whole fleet.
+  local request = { host = host, port = port, timeout = self.channel_ms }
+  local ok, raw = pcall(task.call, self.session.tunnel, self.session, request)
+  if not ok then
+    self:_raise(raw)
+  end
+  return channels.new(raw, self.label, ("the tunnel to %s:%d"):format(host, port), function() end)
 end
 
 --- Listen on a port here and carry what connects to it to a place that the server can reach (as `ssh -L`).
