@@ -34,6 +34,8 @@ local DETACHED = 129
 local LEFT, UNREAD = 3, 4
 --- Seconds from the end of a command that was stopped until all of its output must have been read.
 local LAST = 5
+--- Seconds that the guard may take to hear of a stop when this program leaves.
+local TELL = 5
 
 ---@param context ciranda.cli.Context
 ---@param record table?
@@ -93,7 +95,7 @@ function M.run(context)
     return 0
   end
   local stopped
-  local leave, stop = task.event(), task.event()
+  local leave, stop, told = task.event(), task.event(), task.event()
   -- Before CMD runs: from its first moment a signal to this program is for it.
   local _ <close> = setmetatable({}, {
     __close = context.on_interrupt(function(signal)
@@ -138,11 +140,24 @@ function M.run(context)
     end,
     function()
       leave:wait()
+      -- Two signals may come in one moment: what the first one asks for is under way before this program leaves.
+      if stopped then
+        task.race({
+          function()
+            told:wait()
+          end,
+          function()
+            task.sleep(TELL)
+          end,
+        })
+      end
     end,
     function()
       stop:wait()
       context.progress:say("%s: TERM, KILL after %g s; once more to leave at once", stopped, flags.grace)
-      guarded:stop(flags.grace, stopped .. " to ciranda guard")
+      guarded:stop(flags.grace, stopped .. " to ciranda guard", function()
+        told:set()
+      end)
       task.sleep(LAST)
     end,
   })

@@ -33,7 +33,7 @@ local LINES, LINE = 5, 500
 --- The guard's exit status for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST, GUARD_FAILED = 3, 1
 --- What it says when it was killed while somebody waited for it.
-local ASK_AGAIN = "ask again"
+M.ASK_AGAIN = "ask again"
 
 --- Reasons in a record: another attempt of ours has ended this one; the guard itself got SIGTERM, as at a shutdown.
 M.TAKEN = "another attempt takes its place"
@@ -283,7 +283,7 @@ function Attempt:end_earlier(path, grace)
   local answer
   while true do
     answer = self:ask_guard(line, { timeout = grace + SHORT }, path)
-    local again = answer.code == GUARD_FAILED and answer.stderr:find(ASK_AGAIN, 1, true)
+    local again = answer.code == GUARD_FAILED and answer.stderr:find(M.ASK_AGAIN, 1, true)
     if not again or clock.now() + pause >= ends then
       break
     end
@@ -474,7 +474,7 @@ function Attempt:stop(grace, reason, on_told)
       return records.reply(answer.stdout)
     elseif answer.code and answer.code ~= GUARD_FAILED then
       return nil -- whoever follows it learns that from the status
-    elseif clock.now() + pause >= ends or answer.code and not text:find(ASK_AGAIN, 1, true) then
+    elseif clock.now() + pause >= ends or answer.code and not text:find(M.ASK_AGAIN, 1, true) then
       self:expect(
         { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = text },
         "the stop"

@@ -201,6 +201,33 @@ local function tell(options, name, attempt, result)
   end)
 end
 
+--- The same of the last attempt: a signal ends the hook, and changes nothing of what the run has come to.
+---@async
+---@param options ciranda.run.LaunchOptions
+local function tell_last(options, ...)
+  local left = task.event()
+  local remove = options.on_interrupt(function(name)
+    if not (signals.STOPPED[name] or name == "SIGHUP") then
+      return false
+    end
+    left:set()
+    return true
+  end)
+  local _ <close> = setmetatable({}, { __close = remove })
+  local arguments = table.pack(options, ...)
+  local first = task.race({
+    function()
+      tell(table.unpack(arguments, 1, arguments.n))
+    end,
+    function()
+      left:wait()
+    end,
+  })
+  if first == 2 then
+    options.progress:say("Leaving a hook that has not ended")
+  end
+end
+
 --- The machines for another attempt, as they are now: waits for them, has the user's hook have them made again, or asks
 --- for them again.
 ---@param options ciranda.run.LaunchOptions
@@ -314,13 +341,13 @@ local function continue(options, journal, result)
       options.progress:say("Bad: %s, with two infrastructure failures in the last three attempts", bad)
       journal:note("bad", { attempt = last.attempt, workers = bad })
     end
-    local hook = HOOKS[result.kind]
-    if hook and not result.final and not result.told then
-      tell(options, hook, last.attempt, result)
-    end
     local pause, used
     if not result.final and not options.once then
       pause, used = budget:again()
+    end
+    local hook = HOOKS[result.kind]
+    if hook and not result.final and not result.told then
+      (pause and tell or tell_last)(options, hook, last.attempt, result)
     end
     if not pause then
       return conclude(options, budget, result, used)
@@ -363,11 +390,14 @@ end
 --- What a run that is cut short before COMMAND was started says when it leaves: how, as its attempt has it; or on the
 --- way to another attempt, which is over when a signal says so, and waits for `attach` when the terminal is lost.
 ---@param journal ciranda.Journal
----@param on_interrupt fun(handler: fun(signal: string, count: integer): boolean?): fun()
+---@param options ciranda.run.LaunchOptions|ciranda.run.AttachOptions
 ---@return table to be closed before the journal
-local function farewell(journal, on_interrupt)
+local function farewell(journal, options)
   local stopped
-  local remove = on_interrupt(function(name)
+  local remove = options.on_interrupt(function(name, count)
+    if count > 1 and signals.STOPPED[name] then -- without clean-up
+      options.progress:say("`ciranda stop %s` gives back what is still taken", journal.run)
+    end
     stopped = signals.STOPPED[name]
     return false
   end)
@@ -410,7 +440,7 @@ function M.run(options)
   check_show(options.fleet, options.show)
   local journal <close> =
     journals.open(options.run, { recipe = options.recipe, arguments = options.arguments })
-  local _ <close> = farewell(journal, options.on_interrupt)
+  local _ <close> = farewell(journal, options)
   local mine = setmetatable({}, { __index = options })
   local result = continue(mine, journal, run_attempt(mine, journal))
   leave(journal, result, options.progress)
@@ -461,7 +491,7 @@ function M.attach(options)
   local fleet <close> = known.fleet(last, options.connect_options)
   check_show(fleet, options.show)
   local journal <close> = journals.open(options.run, { take = options.take, stops = options.stops })
-  local _ <close> = farewell(journal, options.on_interrupt)
+  local _ <close> = farewell(journal, options)
   local mine = known.kept(last)
   mine.fleet, mine.run, mine.directory = fleet, options.run, last.directory
   mine.progress, mine.json, mine.show = options.progress, options.json, options.show

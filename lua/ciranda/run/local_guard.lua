@@ -1,10 +1,12 @@
 --- The guard on this machine: a command that outlives this program and its terminal, with the guard's own rules.
 local attempt = require("ciranda.run.attempt")
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local journals = require("ciranda.run.journal")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
+local task = require("ciranda.task")
 local uv = require("luv")
 
 local M = {}
@@ -184,21 +186,37 @@ function Local:follow(from, sink, on_gap)
   end
 end
 
---- Asks it to stop; returns when it has ended.
+--- Asks it to stop; returns when it has ended. Where the guard was killed meanwhile the next one is asked.
 ---@async
 ---@param grace number seconds between TERM and KILL
 ---@param reason string
+---@param on_told fun()? the guard knows of it, and carries it out whatever becomes of this program
 -- Raises "failed" when something is left.
-function Local:stop(grace, reason)
-  local answer = self:ask("stop", {
-    "--grace",
-    ("%.3f"):format(grace),
-    "--reason",
-    reason,
-    timeout = grace + SHORT,
-  })
-  if answer.code ~= 0 then
-    self:refuse(answer)
+function Local:stop(grace, reason, on_told)
+  local ends, pause = clock.now() + grace + SHORT, 0.2
+  while true do
+    local said = ""
+    local answer = self:ask("stop", {
+      "--grace",
+      ("%.3f"):format(grace),
+      "--reason",
+      reason,
+      timeout = grace + SHORT,
+      on_stderr = function(bytes)
+        said = said .. bytes
+        if on_told and said:find("asked\n", 1, true) then
+          on_told()
+        end
+      end,
+    })
+    if answer.code == 0 then
+      return
+    elseif clock.now() + pause >= ends or not said:find(attempt.ASK_AGAIN, 1, true) then
+      answer.stderr = said
+      self:refuse(answer)
+    end
+    task.sleep(pause)
+    pause = math.min(pause * 2, 5)
   end
 end
 

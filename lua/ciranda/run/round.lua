@@ -92,10 +92,10 @@ function Round:wait(finished)
   while true do
     if finished:is_set() then
       return "finished"
+    elseif self.request.stop and not self.stopping then
+      return "stop" -- before anybody leaves: two signals may come in one moment
     elseif self.request.detach then
       return "detach"
-    elseif self.request.stop and not self.stopping then
-      return "stop"
     elseif self.request.notice and not self.notice and not self.stopping then
       return "notice"
     elseif self.request.save then
@@ -127,7 +127,7 @@ function Round:signalled(name)
   elseif not self.running then
     self.interrupted_by = name
     return false
-  elseif name == "SIGHUP" or (STOPPED[name] and self.request.stop) then
+  elseif name == "SIGHUP" or (STOPPED[name] and (self.request.stop or self.request.detach)) then
     if self.request.detach or self.over then
       self.at_once:set()
     end

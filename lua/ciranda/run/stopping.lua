@@ -12,8 +12,10 @@ local DETACHED = 129
 --- Seconds after which it is said who has not been told of a stop yet.
 local UNTOLD = 5
 
---- Seconds that a runner which leaves takes to tell every worker of the stop.
+--- Seconds that a runner which leaves takes to tell every worker of the stop, and that it takes at least: three Ctrl-C
+--- in one moment mean the stop as well.
 local TELL = 20
+M.LEAST = 1
 
 ---@param round ciranda.run.Round
 ---@param gang ciranda.run.Gang
@@ -66,6 +68,7 @@ local function tell(round, gang, finished)
     end,
     function()
       round.at_once:wait()
+      task.sleep(math.max(0, gang.stopping.at + M.LEAST - clock.now()))
     end,
     function()
       finished:wait()

@@ -2,6 +2,7 @@
 local fs = require("ciranda.io.fs")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
+local environment = dofile("tests/fixtures/environment.lua")
 local support = dofile("tests/spec/recipes/support.lua")
 local task = require("ciranda.task")
 local uv = require("luv")
@@ -96,6 +97,56 @@ describe("guard on this machine", function()
       assert.same({ 7, true, 0 }, { record.status, record.stopped, record.killed })
     end
   )
+
+  it("asks the guard that has taken the place of one that was killed in the middle of a stop", function()
+    local _ <close> = environment.set({ XDG_STATE_HOME = place.root .. "/state" })
+    local guarded = require("ciranda.run.local_guard").named("again")
+    guarded.program = place.root .. "/guard"
+    local marker = place.root .. "/asked"
+    fs.write(
+      guarded.program,
+      ("#!/bin/sh\necho >> %s; echo asked >&2; [ $(wc -l < %s) -gt 1 ] || "):format(marker, marker)
+        .. "{ echo 'it has lost its guard: ask again' >&2; exit 1; }\n",
+      { mode = 448 }
+    )
+    local told = 0
+    guarded:stop(1, "a test", function()
+      told = told + 1
+    end)
+    assert.equal("\n\n", fs.read(marker))
+    assert.is_true(told >= 2)
+  end)
+
+  it("stops it also when the signal that leaves comes in the same moment", function()
+    local ready = place.root .. "/both"
+    local running = place:start(
+      "guard",
+      { "--name=both", "--", ("touch %s; exec sleep 60"):format(ready) },
+      { fleet = false }
+    )
+    assert(support.ssh.wait_for(function()
+      return fs.exists(ready)
+    end))
+    -- A busy machine: the guard takes its time to hear of it.
+    local real = place.root .. "/state/ciranda/bin/real"
+    local name = fs.list(place.root .. "/state/ciranda/bin")[1].name
+    local program = place.root .. "/state/ciranda/bin/" .. name
+    fs.rename(program, real)
+    finally(function()
+      fs.rename(real, program)
+    end)
+    fs.write(program, ('#!/bin/sh\nsleep 0.5\nexec %s "$@"\n'):format(real), { mode = 448 })
+    for _, signal in ipairs({ "sigstop", "sigterm", "sigint", "sigcont" }) do
+      uv.kill(running.program.pid, signal)
+    end
+    local code = running.wait().code
+    assert.is_true(code == 129 or code == 143, code)
+    local path = place.root .. "/state/ciranda/guard/both/exit"
+    assert(support.ssh.wait_for(function()
+      return fs.exists(path)
+    end))
+    assert.is_true(json.decode(fs.read(path)).stopped)
+  end)
 
   --- Numbers, a line each.
   local function numbers(count)

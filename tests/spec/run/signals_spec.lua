@@ -1,10 +1,12 @@
 --- The runner's signals at the moments when something else keeps it: a worker that does not answer while it is told to
 --- start or is found again, a hook that does not end, a standard output that nobody reads, the way to another attempt.
+local fs = require("ciranda.io.fs")
 local hooks = require("ciranda.run.hooks")
 local journal = require("ciranda.run.journal")
 local launch = require("ciranda.run.launch")
 local runs = require("ciranda.run.runs")
 local stopping = require("ciranda.fleet.signals").STOPPED
+local stops = require("ciranda.run.stopping")
 local task = require("ciranda.task")
 local uv = require("luv")
 
@@ -64,10 +66,12 @@ describe("a runner that is busy minds its signals:", function()
   ---@return ciranda.Task, fun(name: string)
   local function begin(scope, options, run)
     local task_of = scope:spawn(run or launch.run, options)
+    local counts = {}
     return task_of,
       function(name)
+        counts[name] = (counts[name] or 0) + 1
         for _, handler in ipairs(handlers) do
-          if handler(name, 1) then
+          if handler(name, counts[name]) then
             return
           end
         end
@@ -134,6 +138,85 @@ describe("a runner that is busy minds its signals:", function()
     machines["1.0"].hang = nil
     result = launch.attach(attaching(options))
     assert.same({ 130, "interrupted" }, { result.status, result.kind }, text())
+  end)
+
+  it("signals in one moment stop everybody before the runner leaves", function()
+    local least = stops.LEAST
+    stops.LEAST = 60 -- on a busy machine
+    finally(function()
+      stops.LEAST = least
+    end)
+    for _, more in ipairs({ { "SIGINT" }, { "SIGHUP" }, { "SIGINT", "SIGINT" }, { "SIGTERM", "SIGHUP" } }) do
+      local scope <close> = scope_of()
+      local options = settings(ENDLESS)
+      local running, signal = begin(scope, options)
+      for _, machine in pairs(machines) do
+        patience.wait_for("the command", function()
+          return uv.fs_stat(machine.home .. "/up") ~= nil
+        end)
+      end
+      said("Started on 2 workers")
+      signal("SIGINT")
+      for _, name in ipairs(more) do
+        signal(name)
+      end
+      result_of(running)
+      for address, machine in pairs(machines) do
+        patience.wait_for("TERM on " .. address, function()
+          return uv.fs_stat(machine.home .. "/told") ~= nil
+        end)
+        fs.remove(machine.home .. "/told")
+        fs.remove(machine.home .. "/up")
+      end
+      pcall(launch.attach, attaching(options)) -- gives the workers back
+      place.said = {}
+    end
+  end)
+
+  it("says how to give the workers back when it is told to leave at once before the start", function()
+    local scope <close> = scope_of()
+    machines["1.0"].hang = function(command)
+      return command:find("ciranda-probe", 1, true) ~= nil
+    end
+    local running, signal = begin(scope, settings("true"))
+    patience.wait_for("the lease", function()
+      return uv.fs_stat(machines["0.0"].home .. "/ciranda_lease.tester")
+    end)
+    signal("SIGINT")
+    assert.is_nil(text():find("ciranda stop", 1, true))
+    signal("SIGINT")
+    said("`ciranda stop r1` gives back what is still taken")
+    machines["1.0"].hang = nil
+    pcall(running.wait, running)
+  end)
+
+  it("a signal ends the hook that is told of the last attempt, and not what the run has come to", function()
+    for _, name in ipairs({ "SIGINT", "SIGHUP" }) do
+      local scope <close> = scope_of()
+      local called = task.event()
+      local running, signal = begin(
+        scope,
+        settings("exit 9", {
+          run = "hook" .. name:lower(),
+          hooks = {
+            on_failure = function()
+              called:set()
+              task.sleep(3600)
+            end,
+          },
+        })
+      )
+      task.timeout(60, called.wait, called)
+      signal(name)
+      local result = result_of(running)
+      assert.same({ 9, "user" }, { result.status, result.kind })
+      assert.same(
+        { 9, "user" },
+        { runs.standing("hook" .. name:lower()).status, runs.standing("hook" .. name:lower()).kind }
+      )
+      said("Leaving a hook that has not ended")
+      place.said = {}
+    end
   end)
 
   it("one Ctrl-C too many leaves no worker taken, and the run as it has ended", function()
