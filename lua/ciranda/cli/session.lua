@@ -82,8 +82,16 @@ local function on_signal(name)
   task.cancel_root(("interrupted by %s"):format(name))
 end
 
---- os.exit as an orderly shutdown: the root task is cancelled, its clean-up runs, the loop is drained.
+--- os.exit as an orderly shutdown: the root task is cancelled, its clean-up runs, the loop is drained. Where a task on
+--- the way to the root does not have it, it is an error of who calls it.
 local function orderly_exit(code)
+  local one = task.current()
+  while one do
+    if one.no_exit then
+      errors.raise { code = "failed", message = one.no_exit }
+    end
+    one = one.scope and one.scope.owner
+  end
   if code == nil or code == true then
     code = 0
   elseif code == false then

@@ -19,6 +19,12 @@ M.NAMES = {
 --- Seconds that one call may take, and of these at once without waiting for anything, when the runner does nothing.
 M.LIMIT, M.COMPUTING = 60, 5
 
+--- What may wait for a hook that takes its time: a thousand workers may have a notice at once.
+local MOST = 1000
+
+--- What a hook is told that calls os.exit: it would have the runner leave a job of days, with any status.
+local NO_EXIT = "os.exit does not end a run from a hook; ciranda stop does, and Ctrl-C"
+
 ---@class ciranda.run.Happening what a hook is given
 ---@field run string
 ---@field attempt string
@@ -74,6 +80,8 @@ end
 ---@class ciranda.run.Happenings
 ---@field private hooks table<string, function>?
 ---@field private queue ciranda.Queue
+---@field private waiting integer in the queue
+---@field private left_out integer for which there was no room
 local Happenings = {}
 Happenings.__index = Happenings
 
@@ -81,15 +89,20 @@ Happenings.__index = Happenings
 ---@param hooks table<string, function>?
 ---@return ciranda.run.Happenings
 function M.happenings(hooks)
-  return setmetatable({ hooks = hooks, queue = task.queue(1000) }, Happenings)
+  return setmetatable({ hooks = hooks, queue = task.queue(MOST), waiting = 0, left_out = 0 }, Happenings)
 end
 
 ---@param name string the hook's
 ---@param happening ciranda.run.Happening
 function Happenings:put(name, happening)
-  if self.hooks then
-    self.queue:put({ name = name, happening = happening })
+  if not (self.hooks and self.hooks[name]) then
+    return
+  elseif self.waiting == MOST then
+    self.left_out = self.left_out + 1
+    return
   end
+  self.waiting = self.waiting + 1
+  self.queue:put({ name = name, happening = happening })
 end
 
 --- Calls the hooks, one after the other, until `close`.
@@ -98,8 +111,12 @@ end
 function Happenings:run(say)
   local told = self.queue:get()
   while told do
+    self.waiting = self.waiting - 1
     M.call(self.hooks, told.name, told.happening, say)
     told = self.queue:get()
+  end
+  if self.left_out > 0 then
+    say("The hooks were too slow to be told of %d more happenings", self.left_out)
   end
 end
 
@@ -121,6 +138,7 @@ function M.call(hooks, name, happening, say)
     return nil
   end
   local ok, value = pcall(task.timeout, M.LIMIT, function()
+    task.current().no_exit = NO_EXIT
     engine.limit_turns(coroutine.running(), M.COMPUTING)
     local _ <close> = setmetatable({}, {
       __close = function()

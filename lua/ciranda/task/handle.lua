@@ -19,6 +19,7 @@ local unpack = table.unpack
 ---@field values table?              what its function returned, from index 2
 ---@field err any                    what it failed with
 ---@field traceback string?          where it failed and who was waiting
+---@field no_exit string?            os.exit does not end the program from within it, and says so
 ---@field rising table?              the error that is on its way through the task, and where it came from
 
 --- Make the class for a scheduler.

@@ -330,6 +330,27 @@ describe("run.hooks", function()
     fs.remove_tree(fs.dirname(path))
   end)
 
+  it("hold up nobody who tells them of something, however slow they are", function()
+    local called, said = 0, {}
+    local happenings = hooks.happenings({
+      on_maintenance = function()
+        called = called + 1
+      end,
+    })
+    task.timeout(10, function()
+      for _ = 1, 1010 do
+        happenings:put("on_maintenance", {})
+        happenings:put("on_stall", {}) -- for which there is no hook
+      end
+    end)
+    happenings:close()
+    happenings:run(function(format, ...)
+      said[#said + 1] = format:format(...)
+    end)
+    assert.equal(1000, called)
+    assert.same({ "The hooks were too slow to be told of 10 more happenings" }, said)
+  end)
+
   it("takes functions with the right names from a file, and nothing else", function()
     for source, message in pairs({
       ["return {"] = "unexpected symbol",
