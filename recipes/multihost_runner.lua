@@ -229,6 +229,7 @@ local function make_bundle(context, run, command)
   if context.flags.USE_EXISTING_FOLDER then
     return nil
   end
+  journal.check_free(run) -- its archive has that name, and goes to machines that are repaired
   local directory = logs.make_link_directory(run)
   return bundle.from_flags(context, ("%s/script_dir_zip_%s.tar.gz"):format(directory, run), command)
 end

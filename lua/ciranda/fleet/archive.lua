@@ -33,6 +33,7 @@ local COUNT_LIMIT = 50000
 ---@field archive string? path of the .tar.gz
 ---@field archive_size integer?
 ---@field archive_sha256 string?
+---@field archive_fd integer? the archive that was written, whatever has its name by now
 
 --- Gives others a turn when this task has held the loop for a while.
 ---@return fun()
@@ -317,6 +318,8 @@ end
 ---@return ciranda.archive.Manifest the same
 -- Raises "permission" for a file that may not be read, "no_space" when the archive does not fit.
 function M.write(manifest, output, level)
+  -- Another program may be making, or reading, one of that name.
+  local own = ("%s.%d"):format(output:gsub("%.gz$", ""), math.tointeger(uv.os_getpid()))
   local size = 0
   for _, entry in ipairs(manifest.entries) do
     size = size + entry.size
@@ -327,18 +330,17 @@ function M.write(manifest, output, level)
       pieces[#pieces + 1] = bytes
     end)
     local packed = crypto.gzip(table.concat(pieces), level or 1)
-    with_file(output, function(write)
+    with_file(own, function(write)
       write(packed)
     end)
     manifest.archive_sha256, manifest.archive_size = crypto.hex(crypto.sha256(packed)), #packed
   else
-    local plain = output:gsub("%.gz$", "")
-    with_file(plain, function(write)
+    with_file(own, function(write)
       read_files(manifest, write)
     end)
-    local gzip = process.run({ "gzip", "-n", "-f", ("-%d"):format(level or 6), plain })
+    local gzip = process.run({ "gzip", "-n", "-f", ("-%d"):format(level or 6), own })
     if gzip.code ~= 0 then
-      uv.fs_unlink(plain)
+      uv.fs_unlink(own)
       err.raise({
         code = "failed",
         op = "archive",
@@ -347,7 +349,13 @@ function M.write(manifest, output, level)
           .. (gzip.stderr ~= "" and gzip.stderr or ("exit status %s"):format(gzip.code)),
       })
     end
-    manifest.archive_sha256, manifest.archive_size = M.hash_file(output)
+    own = own .. ".gz"
+    manifest.archive_sha256, manifest.archive_size = M.hash_file(own)
+  end
+  local renamed, problem = uv.fs_rename(own, output)
+  if not renamed then
+    uv.fs_unlink(own)
+    fail(problem, output)
   end
   manifest.sha256 = hash_entries(manifest)
   manifest.archive = output

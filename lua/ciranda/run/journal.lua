@@ -389,6 +389,49 @@ function Journal:new_attempt_id()
   return ("%04d-%s"):format(#self:state().attempts + 1, random_hex(3))
 end
 
+--- Who has a run, or has it before the runner with this id, as an error; nil when nobody has. Who wrote first has the
+--- run: the order of lines in the file is the same for every reader.
+---@param state ciranda.journal.State
+---@param id string?
+---@param take boolean? one on another machine, that never said goodbye, counts for none
+---@return ciranda.Error? code "busy"
+local function taken(state, id, take)
+  for _, runner in ipairs(state.runners) do
+    if runner.id == id then
+      return nil
+    end
+    local life = M.runner_state(runner)
+    if life == "alive" or (life == "unknown" and not take) then
+      return err.new({
+        code = "busy",
+        op = "journal",
+        target = state.run,
+        message = ("run %s is in the hands of process %d on %s; %s"):format(
+          state.run,
+          runner.pid,
+          runner.host,
+          life == "alive" and "wait for it, end it, or use another run name"
+            or ("if that machine is gone, ciranda attach %s --TAKE=true takes the run up, and ciranda stop "):format(
+                state.run
+              )
+              .. ("%s --TAKE=true ends it; else use another run name"):format(state.run)
+        ),
+      })
+    end
+  end
+end
+
+--- For whoever changes something of a run before the journal is opened, which is what takes it.
+---@param run string
+-- Raises "busy" when a runner has this run now; what `read` raises.
+function M.check_free(run)
+  local state = M.read(run)
+  local problem = state and taken(state)
+  if problem then
+    error(problem, 0)
+  end
+end
+
 --- Opens a run's journal for writing, and makes the run when it is new.
 ---@param run string
 ---@param options { recipe: string?, arguments: string[]?, take: boolean?, stops: boolean? }? take: go on although a
@@ -441,34 +484,14 @@ function M.open(run, options)
     end
   end
   journal.facts = facts_of.parse(read_file(path), path)
-  -- Who wrote first has the run: the order of lines in the file is the same for every reader.
-  for _, runner in ipairs(journal:state().runners) do
-    if runner.id == journal.id then
-      break
-    end
-    local state = M.runner_state(runner)
-    if state == "alive" or (state == "unknown" and not options.take) then
-      journal:append("left", { id = journal.id, kind = "busy" })
-      -- That was no sign of life of the one who has it.
-      uv.fs_futime(journal.fd, breathed.sec, breathed.sec)
-      uv.fs_close(journal.fd)
-      journal.fd = nil
-      err.raise({
-        code = "busy",
-        op = "journal",
-        target = run,
-        message = ("run %s is in the hands of process %d on %s; %s"):format(
-          run,
-          runner.pid,
-          runner.host,
-          state == "alive" and "wait for it, end it, or use another run name"
-            or ("if that machine is gone, ciranda attach %s --TAKE=true takes the run up, and ciranda stop "):format(
-                run
-              )
-              .. ("%s --TAKE=true ends it; else use another run name"):format(run)
-        ),
-      })
-    end
+  local problem = taken(journal:state(), journal.id, options.take)
+  if problem then
+    journal:append("left", { id = journal.id, kind = "busy" })
+    -- That was no sign of life of the one who has it.
+    uv.fs_futime(journal.fd, breathed.sec, breathed.sec)
+    uv.fs_close(journal.fd)
+    journal.fd = nil
+    error(problem, 0)
   end
   journal:breathe()
   return journal

@@ -27,15 +27,20 @@ local UNPACK, SLOWEST = 600, 10000
 --- Seconds between TERM and KILL for an earlier attempt that is still running.
 local EARLIER_GRACE = 30
 
-local STORE_GUARD = [[
-umask 077; cat > {part} && [ $(wc -c < {part}) -eq {size} ] && chmod 700 {part} && mv -f {part} {guard}
-|| { rm -f {part}; echo "the file that arrived is not whole" >&2; exit 1; }]]
-
--- Everything comes in one archive. A name with the shell's pid: a try that was cut off may still be ending there. A
+-- What arrives, until it is whole. A name with the shell's pid: a try that was cut off may still be ending there. A
 -- signal that comes to all processes of the session (a machine that shuts down) must not end the `rm` as well.
-local RECEIVE = [[
-before=$(umask); umask 077; new={new}.$$; trap "trap \"\" HUP INT TERM; rm -rf $new" EXIT; trap "exit 1" HUP INT TERM;
+local NEW = [[
+umask 077; new={new}.$$; trap "trap \"\" HUP INT TERM; rm -rf $new" EXIT; trap "exit 1" HUP INT TERM;
 rm -rf {new}.*;
+]]
+
+local STORE_GUARD = NEW
+  .. [[
+cat > $new && [ $(wc -c < $new) -eq {size} ] && chmod 700 $new && mv -f $new {guard}
+|| { echo "the file that arrived is not whole" >&2; exit 1; }]]
+
+-- Everything comes in one archive.
+local RECEIVE = "before=$(umask); " .. NEW .. [[
 mkdir $new && tar -xf - -C $new || exit 1;]]
 
 -- The hash is taken there: what was stored is what counts. The newest is told by that machine's clock, not by ours.
@@ -100,7 +105,8 @@ end
 ---@param attempt ciranda.run.Attempt
 local function push_guard(attempt)
   local values = names(attempt)
-  values.part, values.size = attempt.guard_path .. "." .. attempt.part, attempt.guard.size
+  -- Whoever looks for the newest guard (`guard-*`) must not find one that is still on its way.
+  values.new, values.size = ("%s/bin/%s"):format(M.ROOT, attempt.part), attempt.guard.size
   local answer = attempt:shell(worker_script.fill(STORE_GUARD, values), { stdin = attempt.guard.bytes })
   attempt:expect(answer, "sending the guard")
 end
@@ -164,9 +170,14 @@ local function archive_piece(bundle, offset)
   end
   local size = math.min(PIECE, bundle.archive_size - offset)
   local bytes, problem
-  local fd, message = uv.fs_open(bundle.archive, "r", 0)
+  local fd, message = bundle.archive_fd, nil
+  if not fd then
+    fd, message = uv.fs_open(bundle.archive, "r", 0)
+  end
   if fd then
     bytes, problem = uv.fs_read(fd, size, offset)
+  end
+  if fd and fd ~= bundle.archive_fd then
     uv.fs_close(fd)
   end
   if not bytes or #bytes ~= size then

@@ -241,6 +241,56 @@ describe("multihost_runner on real sshds", function()
     end
   )
 
+  it("leaves alone the archive of a run that has a runner", function()
+    local run = place:name("twice")
+    write("main.sh", "echo first\n")
+    local over = place.root .. "/tmp/over"
+    local running = place:start("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      ("--COMMAND=echo up; until [ -e %s ]; do sleep 0.1; done"):format(over),
+    })
+    place:log_has(run, 0, 0, "up\n")
+    local archive = ("%s/tmp/%s/script_dir_zip_%s.tar.gz"):format(place.root, run, run)
+    local before = fs.read(archive)
+    write("main.sh", "echo second\n")
+    local second = place:run("multihost_runner", { "--RUN_NAME=" .. run, "--COMMAND=sh main.sh" })
+    fs.write(over, "")
+    assert.equal(1, second.code, second.err)
+    assert.matches(
+      ("run %s is in the hands of process %d"):format(run, running.program.pid),
+      second.err,
+      1,
+      true
+    )
+    assert.is_true(before == fs.read(archive))
+    assert.equal(0, running.wait().code)
+  end)
+
+  it("goes on when a hook calls os.exit, and says so", function()
+    local run = place:name("leaving-hook")
+    local called = place.root .. "/tmp/called"
+    fs.write(
+      place.root .. "/leaving.lua",
+      (
+        "local task = require('ciranda.task') return {"
+        .. "on_stall = function() io.open('%s', 'w'):close() os.exit(0) end,"
+        .. "on_failure = function() task.all({ function() os.exit(0, true) end }) end }"
+      ):format(called)
+    )
+    local result = place:run("multihost_runner", {
+      "--RUN_NAME=" .. run,
+      "--STALL=1",
+      "--FAILURE_GRACE=1",
+      "--HOOKS=" .. place.root .. "/leaving.lua",
+      ("--COMMAND=until [ -e %s ]; do sleep 0.1; done; exit 7"):format(called),
+    })
+    assert.equal(7, result.code, result.err)
+    for _, hook in ipairs({ "on_stall", "on_failure" }) do
+      local words = "The hook %s failed: os.exit does not end a run from a hook"
+      assert.matches(words:format(hook), result.err, 1, true)
+    end
+  end)
+
   it("refuses a number of restarts below 0 before it does anything", function()
     local run = place:name("less")
     for _, flag in ipairs({ "RESTARTS", "INFRA_RESTARTS", "PREEMPTION_RESTARTS" }) do

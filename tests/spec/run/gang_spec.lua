@@ -189,6 +189,19 @@ describe("run.gang", function()
     end
   end)
 
+  it("sends what it has made, though another run of that name has made its own meanwhile", function()
+    make(1, 1)
+    os.execute(("mkdir '%s/code'; echo mine > '%s/code/a.txt'"):format(root, root))
+    local manifest = bundle.make(root .. "/code", { output = root .. "/b.tar.gz" })
+    os.execute(("echo another > '%s/code/a.txt'"):format(root))
+    bundle.make(root .. "/code", { output = root .. "/b.tar.gz" })
+    local one = gang_of("cat a.txt", { bundle = manifest })
+    one:stage()
+    one:go()
+    assert.equal(0, one:watch().status)
+    assert.equal("mine\n", one.logs["0.0"])
+  end)
+
   it("starts nobody with an archive that is no longer what was written", function()
     make(1, 1)
     os.execute(("mkdir '%s/code'; head -c 600000 /dev/urandom > '%s/code/blob'"):format(root, root))
@@ -220,6 +233,47 @@ describe("run.gang", function()
       assert.is_nil(listing:find("part", 1, true))
     end
   end)
+
+  it(
+    "leaves nothing of a guard whose transfer a shutdown has cut off, and nobody takes it for one",
+    function()
+      make(1, 1)
+      local whole = attempt.guard()
+      local half, wait = whole.bytes:sub(1, #whole.bytes // 2), task.event()
+      local one = gang_of("true", {
+        guard = {
+          sha256 = whole.sha256,
+          size = whole.size,
+          bytes = function()
+            local piece = half
+            half = nil
+            if not piece then
+              wait:wait()
+            end
+            return piece
+          end,
+        },
+      })
+      local function there()
+        local names = {}
+        for place, entry in ipairs(fs.list(machines["0.0"].home .. "/.ciranda/bin")) do
+          names[place] = entry.name
+        end
+        return table.concat(names, " ")
+      end
+      local scope <close> = task.scope()
+      local staging = scope:spawn(pcall, one.stage, one)
+      patience.wait_for("a part of the guard", function()
+        return one.members[1].attempt.phase == "sending the guard" and there() ~= ""
+      end)
+      assert.is_nil(there():find("guard-", 1, true), there())
+      staging:cancel("its machine shuts down") -- TERM to every process of the session
+      pcall(staging.wait, staging)
+      patience.wait_for(there, function()
+        return there() == ""
+      end)
+    end
+  )
 
   it("uses a directory that is there, and names the worker where it is missing", function()
     make(1, 2)
