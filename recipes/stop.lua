@@ -1,4 +1,5 @@
 --- stop: ends a run in order, wherever its runner is, or without one.
+local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local launch = require("ciranda.run.launch")
 local runs = require("ciranda.run.runs")
@@ -56,12 +57,21 @@ local function settled(state)
   end
 end
 
+--- The time between TERM and KILL that a run's runner gives.
+---@param state ciranda.journal.State
+---@return number seconds
+local function grace_of(state)
+  local begun = runs.stop_begun(runs.open_attempt(state))
+  return (begun or state.attempts[#state.attempts] or {}).grace or GRACE
+end
+
 --- Asks the runner on this machine to stop, unless somebody has done so (one more signal would have it leave the stop),
 --- and waits until it has left.
+---@async
+---@return ciranda.journal.State? now nil when the run has ended
 local function stop_runner(context, state, runner)
-  local last = state.attempts[#state.attempts]
   local begun = runs.stop_begun(runs.open_attempt(state))
-  local grace = (begun or last or {}).grace or GRACE
+  local grace = grace_of(state)
   context.progress:say(
     begun and "Run %s: its runner (process %d) is stopping it already%s"
       or "Run %s: asking its runner (process %d) to stop%s",
@@ -79,10 +89,14 @@ local function stop_runner(context, state, runner)
   end
   uv.kill(runner.pid, "sigcont") -- one that Ctrl-Z has suspended hears nothing before
   local deadline = grace + BEYOND
+  local now
   local left, why = pcall(task.timeout, deadline, function()
-    while runs.runner(runs.read(state.run)) do
+    local other
+    repeat
       task.sleep(LOOK)
-    end
+      now = runs.read(state.run)
+      other = runs.runner(now)
+    until not other or other.id ~= runner.id -- who has taken it up meanwhile has not been asked
   end)
   if not left then
     if not err.is(why, "timeout") then
@@ -99,7 +113,6 @@ local function stop_runner(context, state, runner)
       ),
     })
   end
-  local now = runs.read(state.run)
   if runs.open_attempt(now) then
     return now -- it left the job alone: detached, or died of it
   end
@@ -139,11 +152,27 @@ local function take_up(context, run)
   return result
 end
 
+--- Stops it; begins anew when somebody else has taken the run up meanwhile, until the time of a stop is over.
+---@async
 ---@param context ciranda.cli.Context
+---@param limit number? when that is, on the clock that only grows
 ---@return integer status
-function M.run(context)
+local function stop(context, limit)
   local flags = context.flags
   local state = runs.read(flags.RUN)
+  local now = clock.now()
+  limit = limit or now + grace_of(state) + BEYOND
+  if now > limit then
+    err.raise({
+      code = "deadline",
+      op = "stop",
+      target = state.run,
+      message = ("run %s has not been stopped within %d s: others take it up and leave it again"):format(
+        state.run,
+        grace_of(state) + BEYOND
+      ),
+    })
+  end
   local runner, life = runs.runner(state)
   if life == "unknown" and not flags.TAKE then
     err.raise({
@@ -159,11 +188,13 @@ function M.run(context)
     state = settled(state)
     runner = runs.runner(state)
     if not runner then
-      return M.run(context)
+      return stop(context, limit)
     end
     state = stop_runner(context, state, runner)
     if not state then
       return 0
+    elseif runs.runner(state) then
+      return stop(context, limit)
     end
   end
   if not runs.open_attempt(state) then
@@ -188,9 +219,9 @@ function M.run(context)
   end
   local ok, result = pcall(take_up, context, state.run)
   if not ok then
-    local _, now = runs.runner(runs.read(state.run))
-    if err.is(result, "busy") and result.op == "journal" and now ~= "unknown" then
-      return M.run(context) -- somebody else was first, and is waited for
+    life = select(2, runs.runner(runs.read(state.run)))
+    if err.is(result, "busy") and result.op == "journal" and life ~= "unknown" then
+      return stop(context, limit) -- somebody else was first, and is waited for
     end
     error(result, 0)
   end
@@ -200,6 +231,13 @@ function M.run(context)
   end
   context.finish(result)
   return result.status
+end
+
+---@async
+---@param context ciranda.cli.Context
+---@return integer status
+function M.run(context)
+  return stop(context)
 end
 
 return M

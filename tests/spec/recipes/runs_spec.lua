@@ -214,6 +214,91 @@ describe("runs, logs and stop", function()
     assert.same({ "ended", 143 }, { standing(run).state, standing(run).status })
   end)
 
+  --- A run that stand-ins have one after the other: each leaves upon SIGTERM, after `seconds`, and the next has the
+  --- run; one that `ends` it writes so into the journal. Returns what counts those that have been told.
+  local function write_taken(run, runners)
+    local function stat(pid)
+      local after = fs.read(("/proc/%d/stat"):format(pid)):match("^.*%)(.*)$")
+      local fields = {}
+      for field in after:gmatch("%S+") do
+        fields[#fields + 1] = field
+      end
+      return math.tointeger(tonumber(fields[20]))
+    end
+    local path = ("%s/state/ciranda/runs/%s/journal.jsonl"):format(place.root, run)
+    local us = (os.time() - 60) * 1000000
+    local facts = {
+      { fact = "run", run = run, recipe = "multihost_runner", us = us },
+      {
+        fact = "attempt",
+        attempt = "0001-aaaaaa",
+        command = "true",
+        workers = {},
+        grace = runners.grace,
+        us = us,
+      },
+      { fact = "go", attempt = "0001-aaaaaa", us = us },
+    }
+    for number, one in ipairs(runners) do
+      local program = process.spawn({
+        "sh",
+        "-c",
+        ("trap 'sleep %g; echo told >> %s.told; %s kill $!; exit' TERM; sleep 600 & echo up; wait"):format(
+          one.seconds or 0,
+          path,
+          one.ends and ([[cat %s.last >> %s;]]):format(path, path) or ""
+        ),
+        stdout = process.PIPE,
+      })
+      finally(function()
+        uv.kill(-program.pid, "sigkill")
+      end)
+      assert(program.stdout:read())
+      facts[#facts + 1] = {
+        fact = "runner",
+        id = "runner" .. number,
+        pid = program.pid,
+        start_time = stat(program.pid),
+        boot_id = fs.read("/proc/sys/kernel/random/boot_id"):match("%S+"),
+        host = uv.os_gethostname(),
+        us = us + number,
+      }
+    end
+    write_journal(run, facts)
+    fs.write(path .. ".last", json.encode({
+      fact = "attempt_end",
+      attempt = "0001-aaaaaa",
+      status = 143,
+      kind = "interrupted",
+      us = us + 9,
+    }) .. "\n")
+    return function()
+      return fs.exists(path .. ".told") and select(2, fs.read(path .. ".told"):gsub("told", "")) or 0
+    end
+  end
+
+  it("asks also whoever takes the run up while it is being stopped", function()
+    local run = place:name("handed-on")
+    local told = write_taken(run, { {}, { ends = true } })
+    local result = recipe("stop", run)
+    assert.equal(0, result.code, result.err)
+    assert.equal(2, told())
+  end)
+
+  it("gives up when others take the run up and leave it, again and again", function()
+    local run = place:name("passed-round")
+    -- A grace that leaves ten seconds of the time that a stop may take.
+    local runners = { grace = -140 }
+    for number = 1, 30 do
+      runners[number] = { seconds = 0.5 }
+    end
+    local told = write_taken(run, runners)
+    local result = recipe("stop", run)
+    assert.equal(124, result.code, result.err)
+    assert.matches("others take it up and leave it again", result.err, 1, true)
+    assert.is_true(told() < 30)
+  end)
+
   it("reads on the workers what no runner has brought, and leaves no trace of it here", function()
     local run = place:name("unbrought")
     local more, over = place.root .. "/more", place.root .. "/over"
