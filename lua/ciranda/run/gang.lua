@@ -51,8 +51,8 @@ local REASONS = 5
 ---@field silence number? seconds without an answer after which a person is told (30, beyond those in which a quiet
 ---  worker says how it stands)
 ---@field after_grace number? seconds beyond a grace after which one that has not ended counts as lost (90)
----@field machine_gone (fun(worker: ciranda.Worker): string?)? why a worker that does not answer will not come back as
----  it was; asked while it does not answer
+---@field machine_gone (fun(worker: ciranda.Worker): string?, string?)? why a worker that does not answer will not come
+---  back as it was, and its node's state; asked while it does not answer
 ---@field live (fun(worker: ciranda.Worker): boolean)? whose log is followed while it runs (all); the others' arrive
 ---  when they have ended
 ---@field keep integer? bytes of each log that are kept on the worker at least (all)
@@ -364,7 +364,7 @@ local function kind_of(failure)
   return (words:gsub("%d+", "#"))
 end
 
---- Raises the failures of a step as one error, of each kind the first.
+--- Raises the failures of a step as one error, of each kind the first: before others those whose machines are gone.
 ---@package
 function Gang:refuse(failures, what, consequence)
   if #failures == 0 then
@@ -372,7 +372,9 @@ function Gang:refuse(failures, what, consequence)
   end
   table.sort(failures, function(a, b)
     local x, y = a.member.worker, b.member.worker
-    if x.slice ~= y.slice then
+    if a.gone ~= b.gone then
+      return a.gone == true
+    elseif x.slice ~= y.slice then
       return x.slice < y.slice
     end
     return x.index < y.index

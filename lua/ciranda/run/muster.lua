@@ -3,12 +3,15 @@ local checks = require("ciranda.run.checks")
 local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local leases = require("ciranda.run.lease")
+local link_of = require("ciranda.fleet.link")
 local task = require("ciranda.task")
 
 local M = {}
 
 --- Seconds that the others may take to say who has them, when a gang is refused anyway.
 local LOOK = 20
+--- Machines about which the cloud is asked at once.
+local ASKED = 8
 
 --- The links of all members.
 ---@param gang ciranda.run.Gang
@@ -49,6 +52,43 @@ local function refuse_held(gang, failures)
   error(problem, 0)
 end
 
+--- Adds those whose machines are gone by what the cloud says: when a slice is lost the platform restarts the others as
+--- well, and their SETUP is the first that is seen to have ended.
+---@param gang ciranda.run.Gang
+---@param failures { member: ciranda.run.GangMember, problem: any, gone: boolean? }[]
+---@param members ciranda.run.GangMember[]
+local function add_gone(gang, failures, members)
+  local machine_gone = gang.options.machine_gone
+  if #failures == 0 or not machine_gone then
+    return
+  end
+  local known, silent = {}, {}
+  for _, failure in ipairs(failures) do
+    known[failure.member] = failure
+  end
+  for _, member in ipairs(members) do
+    silent[#silent + 1] = not member.attempt.link:connected() and member or nil
+  end
+  local ok, problem = pcall(task.timeout, LOOK, task.map, silent, function(member)
+    local why, state = machine_gone(member.worker)
+    if why and state ~= "RESTARTING" then
+      local title = link_of.title(member.worker)
+      local failure = known[member] or { member = member }
+      failures[#failures + 1] = not known[member] and failure or nil
+      failure.gone = true
+      failure.problem = err.new({
+        code = "lost",
+        op = "setup",
+        target = title,
+        message = ("SETUP on %s is lost: %s"):format(title, why),
+      })
+    end
+  end, ASKED)
+  if not ok and err.is_fatal(problem) then
+    error(problem, 0)
+  end
+end
+
 --- Does the SETUP where it has not been done yet.
 ---@param gang ciranda.run.Gang
 local function set_up(gang)
@@ -67,6 +107,7 @@ local function set_up(gang)
   local failures = gang:everyone(timeout + 180, function(member)
     setups.run(member.attempt, timeout, directory)
   end, members)
+  add_gone(gang, failures, members)
   gang:refuse(failures, "set up", "COMMAND was started on no worker")
   gang:remark(
     ("SETUP: done on %d worker%s%s"):format(

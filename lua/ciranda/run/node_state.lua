@@ -63,7 +63,7 @@ end
 
 --- Makes a function that says why a worker that does not answer will not come back as it was; nil when it may.
 ---@param node_state ciranda.run.NodeState
----@return fun(worker: ciranda.Worker): string? gone raises what `ask` raises
+---@return fun(worker: ciranda.Worker): string?, string? gone why, and the node's state; raises what `ask` raises
 function M.gone(node_state)
   local by_node = {}
   return function(worker)
@@ -81,11 +81,12 @@ function M.gone(node_state)
       by_node[worker.node] = known
     end
     if not RUNNING[known.state] then
-      return ("the machine does not answer, and its node %s is %s"):format(worker.node, known.state)
+      return ("the machine does not answer, and its node %s is %s"):format(worker.node, known.state),
+        known.state
     end
     local address = known.addresses[worker.index]
     if address and address ~= worker.internal_address then
-      return ("the machine does not answer, and its node %s has others now"):format(worker.node)
+      return ("the machine does not answer, and its node %s has others now"):format(worker.node), known.state
     end
     return nil
   end

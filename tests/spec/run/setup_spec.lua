@@ -131,6 +131,28 @@ describe("run.setup", function()
     assert.equal("did\n", place:read("0.0", "did"))
   end)
 
+  it("names the slice that was lost before those that the platform has restarted for it", function()
+    place = gangs.place(2, 1)
+    local one = gang("echo did >> ../did; sleep 600", {
+      machine_gone = function(worker)
+        local state = worker.slice == 1 and "REPAIRING" or "RESTARTING"
+        return "the machine does not answer, and its node is " .. state, state
+      end,
+    })
+    local scope <close> = task.scope()
+    local staging = scope:spawn(place.refused, place, one)
+    place.wait(function()
+      return place:read("0.0", "did") and place:read("1.0", "did")
+    end)
+    place.machines["1.0"].down = true
+    place.machines["1.0"]:break_all()
+    place.machines["0.0"]:reboot()
+    local e = staging:wait()
+    assert.equal(1, e.failures[1].member.worker.slice)
+    assert.matches("slice1/worker0 could not be set up: .* its node is REPAIRING\nslice0/worker0", e.message)
+    assert.matches("the machine was restarted", e.message, 1, true)
+  end)
+
   it("runs again what was stopped, whatever its status", function()
     place = gangs.place(1, 1)
     local command = "trap 'exit 0' TERM; echo did >> ../did; while [ ! -e ../finish ]; do sleep 0.05; done"
