@@ -147,6 +147,9 @@ function M.unseen(verdict)
   return table.move(lines, 1, math.min(#lines, UNSEEN), 1, {})
 end
 
+--- Workers of which every change of a status is worth a line.
+local FEW = 16
+
 --- What a worker is at in a stop, in the order in which it is told.
 local STOP_STATES =
   { "does not answer", "not told yet", "told", "at the sync point", "ended, its log is on its way", "ended" }
@@ -159,14 +162,25 @@ local STOP_STATES =
 ---@field silent boolean? and nothing else has come from it either
 ---@field behind boolean? it has ended, and the end of its log is not here
 
+--- What makes one status of many workers another for who reads it in a file, where each is a line of its own: of a few
+--- workers all that is said, of many another tenth of them. Pure.
+---@param text string all that is said
+---@param what string what the workers are at
+---@param count integer how many are
+---@param total integer
+---@return string
+function M.part(text, what, count, total)
+  return total <= FEW and text or ("%s %d"):format(what, count * 10 // total)
+end
+
 --- How far a stop is: workers of one state together.
 ---@param word string what the others do: Saving, Stopping
 ---@param rows ciranda.run.StopRow[]
 ---@param seconds number since the request
 ---@return string text
----@return string state the same without the time
+---@return string state the same without the time, and of many workers without their names
 function M.stop_state(word, rows, seconds)
-  local groups, pieces = {}, {}
+  local groups, pieces, parts = {}, {}, {}
   for _, row in ipairs(rows) do
     local state = row.ended and "ended"
       or row.behind and "ended, its log is on its way"
@@ -179,10 +193,10 @@ function M.stop_state(word, rows, seconds)
   for _, state in ipairs(STOP_STATES) do
     if groups[state] then
       pieces[#pieces + 1] = ("%s: %s"):format(state, nodeset.fold(groups[state]))
+      parts[#parts + 1] = M.part(pieces[#pieces], state, #groups[state], #rows)
     end
   end
-  local state = table.concat(pieces, "; ")
-  return ("%s, %.0f s: %s"):format(word, seconds, state), state
+  return ("%s, %.0f s: %s"):format(word, seconds, table.concat(pieces, "; ")), table.concat(parts, "; ")
 end
 
 --- Bytes of a line of a log that are printed in a report.

@@ -8,6 +8,7 @@ local logs_of = require("ciranda.run.logs")
 local node_state = require("ciranda.run.node_state")
 local notices = require("ciranda.run.notices")
 local output = require("ciranda.run.output")
+local report = require("ciranda.run.report")
 local task = require("ciranda.task")
 
 local M = {}
@@ -40,14 +41,13 @@ local function status_line(round, gang)
   round.status_at = now
   round.joining = round.joining and ready < #gang.members
   local laggards = gang:laggards(phase)
-  round.options.progress:status(
-    ("%s: %d of %d workers%s"):format(
-      what,
-      ready,
-      #gang.members,
-      laggards ~= "" and "; waiting for " .. laggards or ""
-    )
+  local text = ("%s: %d of %d workers%s"):format(
+    what,
+    ready,
+    #gang.members,
+    laggards ~= "" and "; waiting for " .. laggards or ""
   )
+  round.options.progress:status(text, report.part(text, what, ready, #gang.members))
 end
 
 --- Keeps saying how far it is, also while nothing changes: who holds it up is to be seen. Until cancelled.

@@ -45,6 +45,22 @@ describe("run.report", function()
     )
   end)
 
+  it("gives many workers another state only with another tenth of them, and a few with each", function()
+    for total, most in pairs({ [4] = 5, [1000] = 21 }) do
+      local states, count = {}, 0
+      for ended = 0, total do
+        local rows = {}
+        for place = 1, total do
+          rows[place] = { worker = worker(place, 0), ended = place <= ended, synced = false }
+        end
+        local _, state = report.stop_state("Saving", rows, ended)
+        count = count + (states[state] and 0 or 1)
+        states[state] = true
+      end
+      assert.is_true(count <= most and count >= math.min(total, 10), total .. " workers: " .. count)
+    end
+  end)
+
   it("tells equal ends together", function()
     local lines = report.stopped({
       stopped = {
