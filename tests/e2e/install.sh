@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 build=${CIRANDA_BUILD:-$PWD/build}
 place=$(mktemp -d "${TMPDIR:-/tmp}/ciranda-install.XXXXXX")
-trap 'rm -rf "$place"' EXIT
+trap 'rm -rf "$place" || :' EXIT
 cmake --install "$build" --prefix "$place/prefix" >"$place/log" 2>&1 || {
   cat "$place/log"
   exit 1

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/../.."
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/ciranda-libssh2.XXXXXX")
-trap 'rm -rf "$scratch"' EXIT
+trap 'rm -rf "$scratch" || :' EXIT
 
 fail() {
   printf 'libssh2.sh: %s\n' "$*" >&2

@@ -21,7 +21,7 @@ seed=${MESH_SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
 
 mkdir -p "$build/e2e-mesh"
 cases="$build/e2e-mesh/cases-$$.lua"
-trap 'rm -f "$cases"' EXIT
+trap 'rm -f "$cases" || :' EXIT
 echo "seed $seed"
 "$python" "$root/tests/e2e/mesh/walk.py" "$count" "$seed" "$cases"
 LUA_PATH="$root/lua/?.lua;$root/lua/?/init.lua" "$lua" "$root/tests/e2e/mesh/walk.lua" "$cases"

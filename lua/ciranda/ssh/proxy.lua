@@ -101,7 +101,9 @@ local function through(jump, settings, on_close)
   }
 end
 
--- Jump hosts are shared by the connections that go through them: { connection, users }, by what was asked for.
+-- Jump hosts are shared by the connections that go through them: { connection, users, asked }, by what was asked for.
+-- Tables in that are told apart by their addresses: who was asked for is kept with it, so that no other keys can come
+-- to have the address of these.
 local shared = {}
 local locks = {}
 
@@ -116,12 +118,12 @@ local function release(key, entry)
 end
 
 --- The connection to a jump host: one that is there, or a new one.
-local function acquire(key, make)
+local function acquire(key, hop, make)
   locks[key] = locks[key] or task.semaphore(1)
   return locks[key]:with(function()
     local entry = shared[key]
     if not entry or not entry.connection:is_open() then
-      entry = { connection = make(), users = 0 }
+      entry = { connection = make(hop), users = 0, asked = hop }
       shared[key] = entry
     end
     entry.users = entry.users + 1
@@ -153,9 +155,7 @@ local function through_chain(chain, settings, connect, options)
       message = ("%s: ProxyJump in ssh_config goes in circles (%s)"):format(settings.label, chain),
     })
   end
-  local entry = acquire(key, function()
-    return connect(hop)
-  end)
+  local entry = acquire(key, hop, connect)
   local ok, place = pcall(through, entry.connection, settings, function()
     release(key, entry)
   end)

@@ -91,6 +91,23 @@ describe("a connection that goes through others", function()
     end))
   end)
 
+  it("knows a shared jump host's keys for as long as it is shared", function()
+    -- Other keys at the address of these would be taken for the same.
+    local keys = setmetatable({}, { __mode = "v" })
+    local given = options({ jump = hop(second) })
+    keys[1] = given.keys
+    local connection = ssh.connect(given)
+    given = nil -- luacheck: ignore 311
+    collectgarbage()
+    assert.is_table(keys[1])
+    connection:close()
+    connection = nil -- luacheck: ignore 311
+    assert.is_true(support.wait_for(function()
+      collectgarbage()
+      return keys[1] == nil
+    end))
+  end)
+
   it("goes through a connection that is there", function()
     local jump <close> = ssh.connect(first:options())
     do
