@@ -34,13 +34,23 @@ local TAKEN = 5
 --- The grace of a run that does not say.
 local GRACE = require("ciranda.run.notices").GRACE.user
 
+---@param run string
+---@param text string what has not happened in time
+-- Raises "deadline".
+local function refuse_late(run, text)
+  err.raise({ code = "deadline", op = "stop", target = run, message = ("run %s: %s"):format(run, text) })
+end
+
 --- Whoever has taken the run up may be another stop, which one more signal would have it leave: waits until that one
---- has begun. One that says of itself that it stops is waited for as long as it lives: its workers may be long in
---- answering.
+--- has begun. One that says of itself that it stops is waited for: its workers may be long in answering.
 ---@async
+---@param context ciranda.cli.Context
 ---@param state ciranda.journal.State
+---@param limit number until when, on the clock that only grows
 ---@return ciranda.journal.State
-local function settled(state)
+-- Raises "deadline".
+local function settled(context, state, limit)
+  local awaited
   while true do
     local open, runner = runs.open_attempt(state), runs.runner(state)
     if
@@ -51,6 +61,12 @@ local function settled(state)
       or not runner.stops and os.time() > runner.us / 1e6 + TAKEN
     then
       return state
+    elseif clock.now() > limit then
+      refuse_late(state.run, ("the stop by process %d has not begun in time"):format(runner.pid))
+    elseif runner.stops and awaited ~= runner.id then
+      awaited = runner.id
+      context.progress:say("Run %s: process %d has taken it up to stop it", state.run, runner.pid)
+      uv.kill(runner.pid, "sigcont") -- Ctrl-Z may have suspended it
     end
     task.sleep(LOOK)
     state = runs.read(state.run)
@@ -102,16 +118,7 @@ local function stop_runner(context, state, runner)
     if not err.is(why, "timeout") then
       error(why, 0)
     end
-    err.raise({
-      code = "deadline",
-      op = "stop",
-      target = state.run,
-      message = ("run %s: its runner (process %d) has not ended within %d s"):format(
-        state.run,
-        runner.pid,
-        deadline
-      ),
-    })
+    refuse_late(state.run, ("its runner (process %d) has not ended within %d s"):format(runner.pid, deadline))
   end
   if runs.open_attempt(now) then
     return now -- it left the job alone: detached, or died of it
@@ -163,15 +170,8 @@ local function stop(context, limit)
   local now = clock.now()
   limit = limit or now + grace_of(state) + BEYOND
   if now > limit then
-    err.raise({
-      code = "deadline",
-      op = "stop",
-      target = state.run,
-      message = ("run %s has not been stopped within %d s: others take it up and leave it again"):format(
-        state.run,
-        grace_of(state) + BEYOND
-      ),
-    })
+    local seconds = grace_of(state) + BEYOND
+    refuse_late(state.run, ("not stopped within %d s: others take it up and leave it again"):format(seconds))
   end
   local runner, life = runs.runner(state)
   if life == "unknown" and not flags.TAKE then
@@ -185,7 +185,7 @@ local function stop(context, limit)
       ):format(state.run, runner.pid, runner.host),
     })
   elseif life == "alive" then
-    state = settled(state)
+    state = settled(context, state, limit)
     runner = runs.runner(state)
     if not runner then
       return stop(context, limit)

@@ -215,7 +215,8 @@ describe("runs, logs and stop", function()
   end)
 
   --- A run that stand-ins have one after the other: each leaves upon SIGTERM, after `seconds`, and the next has the
-  --- run; one that `ends` it writes so into the journal. Returns what counts those that have been told.
+  --- run; one that `ends` it writes so into the journal, one that `stops` is a stop, suspended, and leaves upon SIGCONT
+  --- unless it is `deaf`. Returns what counts those that have been told.
   local function write_taken(run, runners)
     local function stat(pid)
       local after = fs.read(("/proc/%d/stat"):format(pid)):match("^.*%)(.*)$")
@@ -239,21 +240,29 @@ describe("runs, logs and stop", function()
       },
       { fact = "go", attempt = "0001-aaaaaa", us = us },
     }
+    local programs = {}
+    finally(function() -- busted knows one a test
+      for _, program in ipairs(programs) do
+        uv.kill(-program.pid, "sigkill")
+      end
+    end)
     for number, one in ipairs(runners) do
       local program = process.spawn({
         "sh",
         "-c",
-        ("trap 'sleep %g; echo told >> %s.told; %s kill $!; exit' TERM; sleep 600 & echo up; wait"):format(
+        ("trap 'sleep %g; echo told >> %s.told; %s kill $!; exit' %s; sleep 600 & echo up; wait"):format(
           one.seconds or 0,
           path,
-          one.ends and ([[cat %s.last >> %s;]]):format(path, path) or ""
+          one.ends and ([[cat %s.last >> %s;]]):format(path, path) or "",
+          one.deaf and "USR1" or one.stops and "CONT" or "TERM"
         ),
         stdout = process.PIPE,
       })
-      finally(function()
-        uv.kill(-program.pid, "sigkill")
-      end)
+      programs[number] = program
       assert(program.stdout:read())
+      if one.stops then
+        uv.kill(program.pid, "sigstop")
+      end
       facts[#facts + 1] = {
         fact = "runner",
         id = "runner" .. number,
@@ -261,6 +270,7 @@ describe("runs, logs and stop", function()
         start_time = stat(program.pid),
         boot_id = fs.read("/proc/sys/kernel/random/boot_id"):match("%S+"),
         host = uv.os_gethostname(),
+        stops = one.stops,
         us = us + number,
       }
     end
@@ -283,6 +293,24 @@ describe("runs, logs and stop", function()
     local result = recipe("stop", run)
     assert.equal(0, result.code, result.err)
     assert.equal(2, told())
+  end)
+
+  it("wakes another stop that was suspended, and waits for it", function()
+    local run = place:name("suspended")
+    local told = write_taken(run, { { stops = true, ends = true } })
+    local result = recipe("stop", run)
+    assert.equal(0, result.code, result.err)
+    assert.equal(1, told())
+    assert.matches("process %d+ has taken it up to stop it", result.err)
+  end)
+
+  it("waits for another stop no longer than a stop may take", function()
+    local run = place:name("deaf")
+    local told = write_taken(run, { grace = -149, { stops = true, deaf = true } })
+    local result = recipe("stop", run)
+    assert.equal(124, result.code, result.err)
+    assert.matches("the stop by process %d+ has not begun in time", result.err)
+    assert.equal(0, told())
   end)
 
   it("gives up when others take the run up and leave it, again and again", function()
