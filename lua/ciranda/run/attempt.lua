@@ -33,7 +33,7 @@ local LINES, LINE = 5, 500
 --- The guard's exit status for an attempt of which neither a guard nor a process is left.
 local GUARD_LOST, GUARD_FAILED = 3, 1
 --- What it says when it was killed while somebody waited for it.
-M.ASK_AGAIN = "ask again"
+local ASK_AGAIN = "ask again"
 
 --- Reasons in a record: another attempt of ours has ended this one; the guard itself got SIGTERM, as at a shutdown.
 M.TAKEN = "another attempt takes its place"
@@ -272,6 +272,24 @@ function Attempt:ask_guard(arguments, options, path, with_status)
   end)
 end
 
+--- Asks a guard until one answers: the next one knows what was asked of one that was killed while somebody waited.
+---@async
+---@param seconds number in which to ask again
+---@param ask fun(): { code: integer?, stderr: string }
+---@return table answer the last one
+function M.ask_again(seconds, ask)
+  local ends, pause = clock.now() + seconds, 0.2
+  while true do
+    local answer = ask()
+    local killed = not answer.code or answer.code == GUARD_FAILED and answer.stderr:find(ASK_AGAIN, 1, true)
+    if not killed or clock.now() + pause >= ends then
+      return answer
+    end
+    task.sleep(pause)
+    pause = math.min(pause * 2, 5)
+  end
+end
+
 --- Ends an earlier attempt of ours on this worker: it would hold the accelerator. Where its guard was killed meanwhile
 --- the next one is asked.
 ---@param path string
@@ -279,17 +297,9 @@ end
 -- Raises "busy" when something of it is left.
 function Attempt:end_earlier(path, grace)
   local line = ('stop %%s --grace %.3f --reason "%s"'):format(grace, M.TAKEN)
-  local ends, pause = clock.now() + grace + SHORT, 0.2
-  local answer
-  while true do
-    answer = self:ask_guard(line, { timeout = grace + SHORT }, path)
-    local again = answer.code == GUARD_FAILED and answer.stderr:find(M.ASK_AGAIN, 1, true)
-    if not again or clock.now() + pause >= ends then
-      break
-    end
-    task.sleep(pause)
-    pause = math.min(pause * 2, 5)
-  end
+  local answer = M.ask_again(grace + SHORT, function()
+    return self:ask_guard(line, { timeout = grace + SHORT }, path)
+  end)
   if answer.code == GUARD_LOST then
     -- Its machine was restarted under it: nothing to end, now or later.
     self:shell(("touch %s/forgotten"):format(path))
@@ -454,7 +464,6 @@ end
 function Attempt:stop(grace, reason, on_told)
   local words = reason:gsub("[^%w%s_.:,()-]", ""):sub(1, 100)
   local line = ('stop %%s --grace %.3f --reason "%s"'):format(grace, words)
-  local ends, pause = clock.now() + grace + SHORT, 0.2
   -- The guard answers when all has ended, and says on standard error that it knows.
   local said
   local function hear(bytes)
@@ -464,25 +473,19 @@ function Attempt:stop(grace, reason, on_told)
       on_told()
     end
   end
-  while true do
-    local answer = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
+  local answer = M.ask_again(grace + SHORT, function()
+    local one = self:persist(math.min(self.lost_after, grace + 30), "stop", function()
       said = ""
       return self:ask_guard(line, { timeout = grace + SHORT, on_stderr = on_told and hear })
     end)
-    local text = on_told and said or answer.stderr
-    if answer.code == 0 then
-      return records.reply(answer.stdout)
-    elseif answer.code and answer.code ~= GUARD_FAILED then
-      return nil -- whoever follows it learns that from the status
-    elseif clock.now() + pause >= ends or answer.code and not text:find(M.ASK_AGAIN, 1, true) then
-      self:expect(
-        { code = answer.code, signal = answer.signal, stdout = answer.stdout, stderr = text },
-        "the stop"
-      )
-    end
-    task.sleep(pause)
-    pause = math.min(pause * 2, 5)
+    local words_of = on_told and said or one.stderr
+    return { code = one.code, signal = one.signal, stdout = one.stdout, stderr = words_of }
+  end)
+  if answer.code and answer.code ~= 0 and answer.code ~= GUARD_FAILED then
+    return nil -- whoever follows it learns that from the status
   end
+  self:expect(answer, "the stop")
+  return records.reply(answer.stdout)
 end
 
 --- How the attempt ended, from its record.

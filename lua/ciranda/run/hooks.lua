@@ -80,7 +80,6 @@ end
 ---@class ciranda.run.Happenings
 ---@field private hooks table<string, function>?
 ---@field private queue ciranda.Queue
----@field private waiting integer in the queue
 ---@field private left_out integer for which there was no room
 local Happenings = {}
 Happenings.__index = Happenings
@@ -89,7 +88,7 @@ Happenings.__index = Happenings
 ---@param hooks table<string, function>?
 ---@return ciranda.run.Happenings
 function M.happenings(hooks)
-  return setmetatable({ hooks = hooks, queue = task.queue(MOST), waiting = 0, left_out = 0 }, Happenings)
+  return setmetatable({ hooks = hooks, queue = task.queue(MOST), left_out = 0 }, Happenings)
 end
 
 ---@param name string the hook's
@@ -97,11 +96,10 @@ end
 function Happenings:put(name, happening)
   if not (self.hooks and self.hooks[name]) then
     return
-  elseif self.waiting == MOST then
+  elseif self.queue.count == MOST then
     self.left_out = self.left_out + 1
     return
   end
-  self.waiting = self.waiting + 1
   self.queue:put({ name = name, happening = happening })
 end
 
@@ -111,7 +109,6 @@ end
 function Happenings:run(say)
   local told = self.queue:get()
   while told do
-    self.waiting = self.waiting - 1
     M.call(self.hooks, told.name, told.happening, say)
     told = self.queue:get()
   end

@@ -1,12 +1,10 @@
 --- The guard on this machine: a command that outlives this program and its terminal, with the guard's own rules.
 local attempt = require("ciranda.run.attempt")
-local clock = require("ciranda.io.clock")
 local err = require("ciranda.io.error")
 local fs = require("ciranda.io.fs")
 local journals = require("ciranda.run.journal")
 local json = require("ciranda.io.json")
 local process = require("ciranda.io.process")
-local task = require("ciranda.task")
 local uv = require("luv")
 
 local M = {}
@@ -193,10 +191,9 @@ end
 ---@param on_told fun()? the guard knows of it, and carries it out whatever becomes of this program
 -- Raises "failed" when something is left.
 function Local:stop(grace, reason, on_told)
-  local ends, pause = clock.now() + grace + SHORT, 0.2
-  while true do
+  local answer = attempt.ask_again(grace + SHORT, function()
     local said = ""
-    local answer = self:ask("stop", {
+    local one = self:ask("stop", {
       "--grace",
       ("%.3f"):format(grace),
       "--reason",
@@ -209,14 +206,11 @@ function Local:stop(grace, reason, on_told)
         end
       end,
     })
-    if answer.code == 0 then
-      return
-    elseif clock.now() + pause >= ends or not said:find(attempt.ASK_AGAIN, 1, true) then
-      answer.stderr = said
-      self:refuse(answer)
-    end
-    task.sleep(pause)
-    pause = math.min(pause * 2, 5)
+    one.stderr = said
+    return one
+  end)
+  if answer.code ~= 0 then
+    self:refuse(answer)
   end
 end
 

@@ -114,6 +114,7 @@ end
 -- Queue -----------------------------------------------------------------------------------------------------
 
 ---@class ciranda.Queue
+---@field count integer values in it
 local Queue = {}
 Queue.__index = Queue
 Queue.__name = "ciranda.Queue"

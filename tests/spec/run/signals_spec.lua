@@ -46,6 +46,15 @@ describe("a runner that is busy minds its signals:", function()
     return options
   end
 
+  --- Waits until COMMAND is up on every machine.
+  local function commands_up()
+    for _, machine in pairs(machines) do
+      patience.wait_for("the command", function()
+        return uv.fs_stat(machine.home .. "/up") ~= nil
+      end)
+    end
+  end
+
   --- A scope whose tasks end with the test, also when that fails.
   local function scope_of()
     local scope = task.scope()
@@ -150,11 +159,7 @@ describe("a runner that is busy minds its signals:", function()
       local scope <close> = scope_of()
       local options = settings(ENDLESS)
       local running, signal = begin(scope, options)
-      for _, machine in pairs(machines) do
-        patience.wait_for("the command", function()
-          return uv.fs_stat(machine.home .. "/up") ~= nil
-        end)
-      end
+      commands_up()
       said("Started on 2 workers")
       signal("SIGINT")
       for _, name in ipairs(more) do
@@ -250,11 +255,7 @@ describe("a runner that is busy minds its signals:", function()
     local scope <close> = scope_of()
     local options = settings(ENDLESS, { checkpoint_directory = place.root .. "/shared" })
     local running, signal = begin(scope, options)
-    for _, machine in pairs(machines) do
-      patience.wait_for("the command", function()
-        return uv.fs_stat(machine.home .. "/up") ~= nil
-      end)
-    end
+    commands_up()
     signal("SIGHUP")
     assert.equal(129, result_of(running).status)
     place.workers:close()
